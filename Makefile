@@ -18,6 +18,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/python examples/train_gpt2.py
 
+# Without bytecode, each of a thousand processes would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two files of tests at a time: many of them wait for processes that they start.
 TESTS := $(BIN)/pytest -n 2 --dist loadfile
 
@@ -30,9 +33,9 @@ test-torch:
 	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.14.1"; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
 	@grep -v '^torch' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)+cpu \
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)+cpu 2>/dev/null \
 		|| $(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	@$(OTHER)/bin/python -c 'import torch; print("torch==" + torch.__version__)' >> $(OTHER)/constraints.txt
+	@$(OTHER)/bin/pip freeze --disable-pip-version-check | grep '^torch==' >> $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check -e '.[test]' -c $(OTHER)/constraints.txt
 	$(OTHER)/bin/pytest -n 2 --dist loadfile
 

@@ -61,7 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"--share is of the slow tests: -m slow, not -m {expression!r}")
         slow = [item for item in chosen if "slow" in item.keywords]
         chosen = shares.chosen(slow, *shares.parsed(share))
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
 
 

@@ -10,6 +10,7 @@ import html
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 HOME = Path(__file__).parents[2]
@@ -184,7 +185,12 @@ def _says(message: Message) -> bool:
     return sum(letter.isalpha() for letter in message.text) >= _LEAST
 
 
-def _all(root: Path) -> Iterator[Message]:
+@cache
+def _all(root: Path) -> tuple[Message, ...]:
+    return tuple(_read(root))
+
+
+def _read(root: Path) -> Iterator[Message]:
     trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
     modules = {path: _Module(tree) for path, tree in trees.items()}
     named = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -95,13 +96,30 @@ def capture(
     forward.parameters = Parameters(model)
     capturer = _Capturer(forward, batch_dim, dynamic or {})
     try:
-        with untouched(model), torch.enable_grad():
+        with _leaving_old_objects(), untouched(model), torch.enable_grad():
             program = capturer.first_that_works(attempts)
     finally:
         forward.parameters.restore(thoroughly=True)
         forward.parameters = None  # the program holds on to the capturer
     program.recordings.rebind()
     return program
+
+
+@contextmanager
+def _leaving_old_objects() -> Iterator[None]:
+    """While open, the garbage collector does not look at the objects that were there before.
+
+    Recording makes so many that it would: at all that was imported, for a tenth of a second or
+    more. Where something is frozen already, nothing changes, as that must stay frozen.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ else:
 _STATE = "penstock.json"  # beside the Trainer's own files in a checkpoint
 
 
-class PenstockMixin(_Base):
+class PenstockMixin(_Base):  # type: ignore[misc]
     """Makes any subclass of `transformers.Trainer` run its model through a `Pipeline`.
 
     `class MyTrainer(PenstockMixin, SFTTrainer): pass`. See `PenstockTrainer`.
@@ -267,7 +267,7 @@ class PenstockMixin(_Base):
             self._pipelined.close()
 
 
-class PenstockTrainer(PenstockMixin, Trainer):
+class PenstockTrainer(PenstockMixin, Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` that runs its model through a `Pipeline`.
 
     The model stays the user's, and so do arguments, callbacks, metrics and checkpoints. The

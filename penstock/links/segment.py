@@ -7,15 +7,17 @@ memory is gone with the last process that maps it, however that ends. So nothing
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from penstock.files import anonymous_memory
+from penstock.forks import disown_in_forks
 
 ALIGNMENT = 64
 """Bytes to which tensors are aligned, as torch's own allocator does."""
@@ -43,6 +45,21 @@ def _ordinary(make: Callable[P, T]) -> Callable[P, T]:
     return made
 
 
+class _Lease(weakref.ref[memoryview]):
+    """The use of a segment's content, which is marked as free when it is over.
+
+    All of this is in C, for in the Python of a callback a Ctrl-C would be lost.
+    """
+
+    __slots__ = ("end",)
+
+    def __new__(cls, memory: memoryview, whole: memoryview) -> _Lease:
+        return super().__new__(cls, memory, operator.methodcaller("end"))
+
+    def __init__(self, memory: memoryview, whole: memoryview) -> None:
+        self.end = partial(operator.setitem, whole, 0, 0)
+
+
 class Segment:
     """Shared memory of a fixed size.
 
@@ -66,9 +83,9 @@ class Segment:
         self._whole = memoryview(mmap.mmap(self.fd, _HEADER + size))
         if fd is not None:
             self.close()  # the mapping has one of its own
-        self._process = os.getpid()
         self.base = torch.frombuffer(self._whole[_HEADER:], dtype=torch.uint8)
-        self._lease: Any = None
+        self._lease: _Lease | None = None
+        disown_in_forks(self)
 
     @property
     def lent(self) -> bool:
@@ -82,16 +99,16 @@ class Segment:
     def borrow(self) -> memoryview:
         """The content, as bytes; marked as free when no tensor uses this memory any more."""
         memory = self._whole[_HEADER:]
-        self._lease = weakref.ref(memory, self._free)
+        self._lease = _Lease(memory, self._whole)
         return memory
 
     def free(self) -> None:
         """Mark the content as free."""
         self._whole[0] = 0
 
-    def _free(self, _: object) -> None:
-        if os.getpid() == self._process:  # and not a fork of it
-            self.free()
+    def disown(self) -> None:
+        """In a fork: what is borrowed there is still used by the original."""
+        self._lease = None
 
     def tensors(self, places: Sequence[Place]) -> list[torch.Tensor]:
         """Tensors in the content, each with a storage of its own."""

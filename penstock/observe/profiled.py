@@ -33,7 +33,8 @@ def profiled(path: str | os.PathLike[str]) -> Iterator[None]:
             "profile=, or end the other one before"
         )
     threads = profiler_config(all_threads=True)  # by default it sees the caller's alone
-    with profile(experimental_config=threads) as found:
+    # One cycle has all events; torch 2.12 warns of others unless they are to be accumulated.
+    with profile(experimental_config=threads, acc_events=True) as found:
         yield
     with tempfile.TemporaryDirectory() as folder:  # as it only logs that it cannot write
         scratch = Path(folder) / Path(path).name

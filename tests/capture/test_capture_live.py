@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import penstock as ps
 from penstock.bench.capture_time import UNet
@@ -69,6 +70,28 @@ def test_capturing_holds_little_more_than_a_step_of_one_row(
     print(f"{capture / step:.2f}: {capture / 1e6:.1f} MB, and {step / 1e6:.1f} MB for a step")
     assert step > 2e6
     assert capture < 1.3 * step
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_garbage_collector_leaves_out_what_was_there_before(
+    is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was frozen before stays frozen."""
+    counts = []
+
+    def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        counts.append(gc.get_freeze_count())
+        return F.linear(x, linear.weight)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    if is_frozen:
+        gc.freeze()
+    try:
+        ps.capture(nn.Linear(3, 2), (torch.randn(8, 3),))
+        assert min(counts) > 100_000
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_a_ctrl_c_is_not_lost_when_what_a_call_gave_dies() -> None:

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,9 +75,15 @@ def files() -> list[Path]:
     return [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> Iterator[str]:
     """The layers that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock."):
             yield str(node.module).split(".")[1]
         elif isinstance(node, ast.Import):
@@ -127,7 +134,7 @@ def test_the_test_sees_imports() -> None:
 def imports_of(path: Path, modules: Collection[str]) -> set[str]:
     """The modules of Penstock that a file imports: at once, lazily, or for type checking only."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             found |= {name if name in modules else node.module for name in names}
@@ -263,7 +270,7 @@ def test_cuda_is_named_in_devices_only() -> None:
     """What depends on the kind of device is behind `devices.kind.Kind`."""
     for path in sorted(ROOT.rglob("*.py")):
         if path.parent.name != "devices" or path.parent.parent != ROOT:
-            assert list(cuda_uses(ast.parse(path.read_text()))) == [], path
+            assert list(cuda_uses(parsed(path))) == [], path
 
 
 @pytest.mark.parametrize(
@@ -278,7 +285,7 @@ def test_what_is_private_to_torch_is_named_in_one_module() -> None:
     """The oracle, which imports nothing of Penstock, has `pytree` of its own."""
     for path in sorted(ROOT.rglob("*.py")):
         if path.name not in ("torch_internals.py", "oracle.py"):
-            found = list(private_uses(ast.parse(path.read_text())))
+            found = list(private_uses(parsed(path)))
             assert not found, f"{path}: {found}"
     own = ROOT / "torch_internals.py"
-    assert {"torch._C.DisableTorchFunction"} < set(private_uses(ast.parse(own.read_text())))
+    assert {"torch._C.DisableTorchFunction"} < set(private_uses(parsed(own)))

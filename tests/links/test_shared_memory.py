@@ -16,6 +16,7 @@ from penstock.links.pickling import Inbox, Outbox, pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Receiver, Sender, Sink, Source
 from penstock.links.wire import Frame, Gone, Wire
+from tests.support.interrupts import drop_interrupted
 
 CPU = torch.device("cpu")
 
@@ -191,6 +192,29 @@ def test_segments_leave_nothing_behind() -> None:
 class Custom:
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def test_a_ctrl_c_is_not_lost_when_what_was_borrowed_dies() -> None:
+    segment = Segment(64)
+    segment.lend()
+    held = [torch.frombuffer(segment.borrow(), dtype=torch.uint8)]
+    with pytest.raises(KeyboardInterrupt):
+        drop_interrupted(held)
+    assert not segment.lent
+
+
+def test_a_fork_leaves_what_was_borrowed_to_the_original() -> None:
+    segment = Segment(64)
+    segment.lend()
+    held = [torch.frombuffer(segment.borrow(), dtype=torch.uint8)]
+    child = os.fork()
+    if child == 0:
+        held.clear()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert segment.lent
+    held.clear()
+    assert not segment.lent
 
 
 def test_objects_travel_with_their_tensors() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 FILE = Path(__file__).parents[1] / "long_tail.txt"
 HOUSE = "tests/house/"
 _LONG = 10.0  # seconds of a test that is not run every time, whatever it is
-_TAKEN = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(\S+)$", re.MULTILINE)
+_TAKEN = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(\S.*)$", re.MULTILINE)
 
 
 def tail() -> set[str]:

@@ -13,8 +13,8 @@ from tests.support.tail import durations, longest
 ROOT = Path(__file__).parents[2]
 PRINTED = """
 ============================= slowest durations ==============================
-7.50s call     tests/a/test_a.py::test_long[x-1]
-2.00s setup    tests/a/test_a.py::test_long[x-1]
+7.50s call     tests/a/test_a.py::test_long[two words-1]
+2.00s setup    tests/a/test_a.py::test_long[two words-1]
 3.00s call     tests/a/test_a.py::test_short
 9.00s call     tests/a/test_b.py::test_alone
 0.50s teardown tests/a/test_a.py::test_short
@@ -24,7 +24,7 @@ PRINTED = """
 
 def test_what_tests_have_taken() -> None:
     assert durations(PRINTED) == {
-        "tests/a/test_a.py::test_long[x-1]": 9.5,
+        "tests/a/test_a.py::test_long[two words-1]": 9.5,
         "tests/a/test_a.py::test_short": 3.5,
         "tests/a/test_a.py::test_middle": 4.0,
         "tests/a/test_b.py::test_alone": 9.0,
@@ -38,7 +38,12 @@ def test_nor_the_quickest_of_a_file_unless_it_is_long_itself() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "left_out"),
-    [(30, set()), (26, set()), (20, {"test_long[x-1]"}), (1, {"test_long[x-1]", "test_middle"})],
+    [
+        (30, set()),
+        (26, set()),
+        (20, {"test_long[two words-1]"}),
+        (1, {"test_long[two words-1]", "test_middle"}),
+    ],
 )
 def test_the_longest_are_left_out_but_not_a_whole_file(seconds: int, left_out: set[str]) -> None:
     found = longest(durations(PRINTED), seconds)

@@ -200,7 +200,7 @@ class Experts(nn.Module):
         from transformers import MixtralConfig, MixtralForCausalLM
 
         super().__init__()
-        config = MixtralConfig(  # type: ignore[call-arg]
+        config = MixtralConfig(
             vocab_size=16,
             hidden_size=16,
             intermediate_size=16,
@@ -274,7 +274,7 @@ class ExpertsEnd(nn.Module):
         hidden, second = self.layer(hidden)
         config = self.config
         balance = load_balancing_loss_func(
-            (first, second),  # type: ignore[arg-type]
+            (first, second),
             config.num_local_experts,
             config.num_experts_per_tok,
         )
