@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from penstock.board.phases import timeline_of
 from penstock.capture import Key, Program, Ref, Sizes, Trace
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.cuts import NOTHING, Apart
+from penstock.capture.equality import same_tensor
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
@@ -92,12 +94,53 @@ class Started:
         begun: when, in nanoseconds of `time.monotonic_ns()`.
         ticket: for `Workers.finish`; `None` as long as the workers have not been told.
         is_lost: whether it reads states of workers that are gone, so that nobody can run it.
+        before: what the model was like when it began, if it may have to be run again later.
     """
 
     order: Order
     begun: int
     ticket: Any = None
     is_lost: bool = False
+    before: _Before | None = None
+
+
+class _Before(NamedTuple):
+    """What a model is like before a forward, of what the forward depends on and may change.
+
+    Attributes:
+        modes: its modules, and whether each is in training mode.
+        buffers: its buffers, and their contents.
+    """
+
+    modes: Sequence[tuple[nn.Module, bool]]
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, model: nn.Module, changes_buffers: bool) -> _Before:
+        """As it is now."""
+        buffers = [(b, b.detach().clone()) for b in model.buffers()] if changes_buffers else []
+        return cls([(module, module.training) for module in model.modules()], buffers)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """While open, the model is as it was."""
+        modes = [(m, m.training) for m, was in self.modes if m.training != was]
+        changed = [(b, was) for b, was in self.buffers if not same_tensor(b, was)]
+        present = [(buffer, buffer.detach().clone()) for buffer, _ in changed]
+        try:
+            for module, training in modes:
+                module.training = not training
+            _put(changed)
+            yield
+        finally:
+            _put(present)
+            for module, training in modes:
+                module.training = training
+
+
+def _put(contents: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, content in contents:
+        buffer.data.copy_(content)  # does not count as a change to autograd, nor is it one
 
 
 class Runner:
@@ -147,7 +190,7 @@ class Runner:
         self.steps = Steps(program.example_sizes)
         self._user = _User(workers.ownership)
         self._under_way: list[Started] = []
-        self._held: dict[int, Order] = {}  # forwards whose backward may come
+        self._held: dict[int, Started] = {}  # forwards whose backward may come, by number
         self._lost: set[int] = set()  # numbers of those that the workers have lost
         self.use(plan, workers)
 
@@ -445,6 +488,8 @@ class Runner:
         if self.workers.are_leaving and not self._under_way:
             self.relieve()
         started = Started(order, self.steps.begin())
+        if order.what == "forward" and self.recover is not _raise:
+            started.before = _Before.of(self._program.model, self.changes_buffers())
         self._under_way.append(started)
         try:
             self.surviving(self._tell)
@@ -472,9 +517,11 @@ class Runner:
     def _run_again(self, number: int) -> None:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
-            order = replace(self._held[number], again=True, recorded=False)
+            held = self._held[number]
+            order = replace(held.order, again=True, recorded=False)
             self._introduce(order)
-            self.workers.finish(self.workers.start(order))
+            with held.before.again() if held.before is not None else nullcontext():
+                self.workers.finish(self.workers.start(order))
             self._lost.discard(number)
 
     def _left(self, started: Started) -> None:
@@ -515,7 +562,7 @@ class Runner:
         finally:
             self._left(started)
         if order.what == "forward":
-            self._held[order.number] = order
+            self._held[order.number] = started
         elif order.what == "backward":
             self._held.pop(order.number, None)
         self.counts.completed = max(self.counts.completed, order.microbatches[0].key.step + 1)

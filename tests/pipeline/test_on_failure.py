@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -260,6 +261,45 @@ def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -
     events = {1: lose, 3: set_trap("backward"), 4: set_trap("forward")}
     pipe = check(tmp_path, events, style="plain", on_failure="replace")
     assert pipe.members.number == 3
+
+
+class Leaky(nn.Module):
+    """Reads a buffer, and changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) * self.scale.clone()
+        if self.training:
+            with torch.no_grad():
+                self.scale.mul_(1.5)
+        return x
+
+
+def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
+    """What it has changed itself, and what the script has set since."""
+    model = nn.Sequential(Leaky(), nn.Dropout(0.5), Leaky())
+    x, found = torch.randn(4, 6), []
+    options: dict[str, Any] = {"workers": "processes", "replicas": 1, "on_failure": "replace"}
+    for dies in (False, True):
+        own = copy.deepcopy(model)
+        torch.manual_seed(1)
+        with ps.Pipeline(
+            own, (x,), devices=["cpu"] * 2, num_microbatches=2, audit=None, **options
+        ) as pipe:
+            result = pipe(x)
+            pipe.eval()
+            if dies:
+                os.kill(pipe.members[0].pid, signal.SIGKILL)
+            result.square().sum().backward()
+            assert not own[1].training
+            assert pipe.members.number == dies
+            state = [*pipe.gradients().values(), *pipe.state_dict().values()]
+            found.append([tensor.clone() for tensor in state])
+    assert all(map(torch.equal, *found))
 
 
 def test_what_modules_remember_is_what_it_was_before_the_pass(tmp_path: Path) -> None:
