@@ -50,6 +50,7 @@ class Given:
         weights: where parameters that are on `meta` come from; `None` when they have come.
         batchnorm, merge, audit: as in `Pipeline`.
         compile: arguments of `torch.compile`, if stages are compiled.
+        graphs: whether stages are run as CUDA graphs where they can.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Given:
     merge: Merge
     audit: Setting
     compile: Compile | None = None
+    graphs: bool = False
 
     def on(self, devices: Devices, now: Workers, threads: int) -> WorkerOptions:
         """The same workers on these devices; those on CPUs with as many threads as now.

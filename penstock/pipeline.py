@@ -39,6 +39,7 @@ from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.compiled import COMPILED_WHOLE, check_compiles, compile_options
+from penstock.engine.graphs import check_records
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
@@ -189,6 +190,11 @@ class Pipeline:
             It needs `inference=True`. The first passes of every kind are slow, as they compile.
             Results are those of the compiled stages, which are not bit for bit those of the model,
             so there is no audit.
+        cuda_graphs: whether the forward and the backward of every stage on a CUDA device are
+            recorded as CUDA graphs, with the same bits. The CPU then launches a stage at once
+            instead of kernel by kernel, which is faster where kernels are small; every micro-batch
+            in flight takes memory for its copy of the recording. `pipe.cuda_graphs` says which
+            stages are recorded. Not with `compile`, replicas, or `batchnorm="deferred"`.
         progress: called while the pipeline is built, with the number of steps done, the number of
             all steps, and a description. `"auto"` shows a progress line after two seconds, in a
             terminal or a notebook.
@@ -245,6 +251,7 @@ class Pipeline:
         in_flight: int | None = None,
         states: Sequence[int | str] = (),
         compile: bool | Mapping[str, Any] = False,
+        cuda_graphs: bool = False,
         progress: Progress | Literal["auto"] | None = "auto",
         metrics: int | str | None = None,
         run: str | os.PathLike[str] | None = None,
@@ -269,6 +276,8 @@ class Pipeline:
         if compiling is not None:
             check_compiles(inference)
             timeout = _COMPILING if timeout is None else timeout
+        if cuda_graphs:
+            check_records(compiling is not None, batchnorm)
         served = address(metrics)
         threads = 0 if threads_per_worker is None else threads_per_worker
         chosen = WorkerOptions(
@@ -290,7 +299,8 @@ class Pipeline:
             self.program = program
             source = source_of(model, weights)
             given = Given(
-                *(request, chosen, (args, kwargs), source, batchnorm, merge, audit), compiling
+                *(request, chosen, (args, kwargs), source, batchnorm, merge, audit),
+                *(compiling, cuda_graphs),
             )
             is_given = plan is not None
             with with_autograd():
@@ -341,6 +351,14 @@ class Pipeline:
     def links(self) -> Sequence[str]:
         """For every stage but the last, how values get to the next, in words."""
         return self._running.links
+
+    @property
+    def cuda_graphs(self) -> Sequence[str]:
+        """For every stage `"recorded"`, or why it does not run as CUDA graphs."""
+        why = self._runner.not_recorded
+        unasked = "" if self._running.given.graphs else "cuda_graphs=True was not asked for"
+        stages = range(len(self.plan.stages))
+        return [unasked or why.get(number, "recorded") for number in stages]
 
     @property
     def metrics(self) -> str:

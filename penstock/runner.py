@@ -152,6 +152,7 @@ class Runner:
         workers: who does it.
         deferred: whether BatchNorms are moved once per batch.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
+        graphs: whether stages are run as graphs where they can.
 
     Attributes:
         compile: as given.
@@ -176,10 +177,12 @@ class Runner:
         workers: Workers,
         deferred: bool = False,
         compile: Compile | None = None,
+        graphs: bool = False,
     ) -> None:
         self._program = program
         self._deferred = deferred
         self.compile = compile
+        self._graphs = graphs
         self._ways: dict[bool, Ways] = {}
         self.counts = Counts()
         self._passes = 0
@@ -228,7 +231,13 @@ class Runner:
             *(self._program, plan, devices, training, workers.add, self._deferred),
             before=before,
             compile=self.compile,
+            graphs=self._graphs,
         )
+
+    @property
+    def not_recorded(self) -> Mapping[int, str]:
+        """Why stages do not run as graphs, by number, in the mode of now."""
+        return self._ways[self._program.model.training].not_recorded
 
     @property
     def under_way(self) -> Sequence[Started]:

@@ -27,6 +27,7 @@ from penstock.devices.cores import cores
 from penstock.devices.machine import processor
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
+from penstock.engine.graphs import check_recorded
 from penstock.errors import ClosedError, InputError, WorkerDied, WorkerError
 from penstock.links.casting import in_words
 from penstock.passes import Passes
@@ -110,7 +111,9 @@ class Running:
         self._fallbacks = self._planned_ahead(of)
         workers = self._begun(backend, plan, stack)
         deferred = given.batchnorm == "deferred"
-        self.runner = Runner(program, plan, workers, deferred, given.compile)
+        self.runner = Runner(program, plan, workers, deferred, given.compile, given.graphs)
+        if given.graphs:
+            check_recorded(len(plan.stages), self.runner.not_recorded, plan.replicas)
         if given.workers.survives:
             self.runner.recover = _recovering(weakref.WeakMethod(self.recover))
             self.runner.relieve = _recovering(weakref.WeakMethod(self.relieve))

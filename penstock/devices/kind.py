@@ -19,9 +19,9 @@ stream has to say so (`used_on`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -54,6 +54,52 @@ class Stream(Protocol):
         """Let what comes onto the stream from now on wait for the event."""
 
 
+T = TypeVar("T")
+
+
+class Recording(Protocol):
+    """Work of a device that was recorded, to be given to it again as a whole."""
+
+    def replay(self, seeds: Sequence[int] = ()) -> None:
+        """Put all of it on the calling thread's current stream.
+
+        Args:
+            seeds: of its generators, one each.
+        """
+
+
+class Recorder(Protocol):
+    """Records work of a device."""
+
+    def record(
+        self,
+        work: Callable[[Sequence[AbstractContextManager[None]]], T],
+        generators: int = 0,
+        after: Recording | None = None,
+        alone: AbstractContextManager[object] | None = None,
+    ) -> tuple[T, Recording]:
+        """Do some work without giving it to the device.
+
+        The memory of all tensors that are still there afterwards stays theirs: a replay reads and
+        writes it. It also writes the memory of those that are there no more, which nothing else has
+        but what is recorded `after` it.
+
+        Args:
+            work: what is recorded; is given the generators, of which each is drawn from while it
+                is open.
+            generators: how many.
+            after: an earlier recording, before whose next replay nobody needs any more what this
+                one leaves.
+            alone: open while it begins, when no other thread may draw from the device's generator.
+
+        Returns:
+            what `work` returns, whose values come with the first replay, and the recording.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded, such as reading a value on the CPU.
+        """
+
+
 class Memory(NamedTuple):
     """Bytes of a device's memory.
 
@@ -73,10 +119,13 @@ class Kind(ABC):
         type: what PyTorch calls it: `torch.device.type`.
         has_streams: whether work is queued on streams, so that it may be done later. If not, the
             methods about streams must not be called.
+        can_record: whether work can be recorded and replayed; if not, `recorder` must not be
+            called.
     """
 
     type: str
     has_streams: bool
+    can_record: bool = False
 
     @abstractmethod
     def count(self) -> int:
@@ -133,6 +182,10 @@ class Kind(ABC):
     @abstractmethod
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of the CPU in such memory."""
+
+    def recorder(self, device: torch.device) -> Recorder:
+        """Records work of a device."""
+        raise TypeError(f"work of {self.type} devices cannot be recorded")
 
     # -- memory -------------------------------------------------------------------------------
 

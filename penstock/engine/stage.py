@@ -8,6 +8,7 @@ one the sink is the loss or the user's result. So no stage knows which one it is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,8 @@ class Stage:
             share: the micro-batches that the stage runs.
         """
         self.microbatches, self.wanted = microbatches, wanted
+        for span in chain.from_iterable(self.ways):
+            span.begin()
         self.norms.begin()
 
     def end(self) -> None:

@@ -16,9 +16,11 @@ from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.capture.numbers import PASSED
 from penstock.capture.preserve import own_generators
+from penstock.devices.kinds import kind_of
 from penstock.engine.batchnorm import check_closed, running_statistics
 from penstock.engine.compiled import Compile
 from penstock.engine.ends import Ending
+from penstock.engine.graphs import why_not
 from penstock.engine.microbatch import check_mergeable
 from penstock.engine.span import MicroBatch, Span
 from penstock.errors import InputError
@@ -127,6 +129,10 @@ class Ways:
         deferred: whether BatchNorms are moved once per batch.
         before: those of other workers, if there were some: ways keep their numbers.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
+        graphs: whether stages are run as graphs where they can.
+
+    Attributes:
+        not_recorded: why stages are not, for the last way, by number; none without `graphs`.
     """
 
     def __init__(
@@ -139,6 +145,7 @@ class Ways:
         deferred: bool = False,
         before: Ways | None = None,
         compile: Compile | None = None,
+        graphs: bool = False,
     ) -> None:
         self.training = training
         self._program = program
@@ -147,6 +154,8 @@ class Ways:
         self._announce = announce
         self._deferred = deferred
         self._compile = compile
+        self._graphs = graphs
+        self.not_recorded: dict[int, str] = {}
         self._deferrals = [Deferral() for _ in plan.stages]
         self.traces: list[Trace] = [] if before is None else list(before.traces)
         self._apart: list[Apart] = [] if before is None else list(before._apart)
@@ -283,15 +292,27 @@ class Ways:
                 self.traces[this], self._apart[this] = self.traces[0], NOTHING
                 self._cut(self.traces[0])
 
+    def _record(self, span: Span, number: int) -> None:
+        """Have a span of this stage run as graphs, or note why not."""
+        home = self._homes[number]
+        why = why_not(span.module, span.recompute, span.memories)
+        if not kind_of(home).can_record:
+            why = f"it is on {home}"
+        if why:
+            self.not_recorded[number] = why
+        else:
+            span.recorded_on = home
+
     def _cut(self, trace: Trace, apart: Apart = NOTHING) -> None:
         """Cut a way into spans, and let the workers know it."""
         plan, program = self._plan, self._program
+        splits = plan.splits_backward and not self._graphs  # what is recorded is one piece
         spans = [(number, *span) for number, s in enumerate(plan.stages) for span in s.spans]
         parts = program.stages_of(
             trace,
             [start for _, start, _, _ in spans[1:]],
             [self._homes[number] for number, *_ in spans],
-            [self._deferrals[number] for number, *_ in spans] if plan.splits_backward else None,
+            [self._deferrals[number] for number, *_ in spans] if splits else None,
             apart,
         )
         changed = {id(find(program.model, n)) for n in (*trace.changed, *program.written)}
@@ -308,6 +329,8 @@ class Ways:
             span = Span(module, recompute, changing, part.overwritten, mine_too)
             span.taken, span.kept = part.taken, part.kept
             span.compile = self._compile
+            if self._graphs:
+                self._record(span, number)
             stages[number].spans.append(span)
         _check_generators(program.model, stages)
         if self._deferred:

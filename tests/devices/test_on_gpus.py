@@ -71,10 +71,11 @@ def test_ranks_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
     if kind == "cuda" and torch.cuda.device_count() < count:
         pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
     names = ["cpu", "cpu"] if kind == "cpu" else [f"cuda:{rank % count}" for rank in range(2)]
+    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.run(
         [*command, "--nproc-per-node", "2", str(on_ranks.__file__), *names],
-        env={**os.environ, "PYTHONPATH": os.getcwd(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        env={**os.environ, "PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         capture_output=True,
         text=True,
         timeout=100,

@@ -130,11 +130,12 @@ def main() -> int:
         default=[],
         help="as many replicas, of the whole model and of two stages, instead of one",
     )
+    parser.add_argument("--device", default="cpu", help="stands for all devices, such as cuda:0")
     parser.add_argument("--output", type=Path, help="writes OUTPUT.jsonl, .json and .md")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        check_here(options.child[0], options.child[1:], options.replicas)
+        check_here(options.child[0], options.child[1:], options.replicas, options.device)
         return 0
     earlier = _read(options.output) if options.output else []
     now = commit()
@@ -157,7 +158,7 @@ def main() -> int:
             with lines.open("a") as file:
                 file.write(json.dumps(result.to_dict()) + "\n")
 
-    results = merged(earlier, run(chosen, options.jobs, note, options.replicas))
+    results = merged(earlier, run(chosen, options.jobs, note, options.replicas, options.device))
     if options.output:
         data = [result.to_dict() for result in results]
         options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")

@@ -1,0 +1,650 @@
+"""Spans as CUDA graphs: recorded once, then given to the GPU as a whole.
+
+A model of many small kernels is bound by the CPU that launches them. A graph launches all kernels
+of a span's forward, or of its backward, at once. They are the same kernels on the same values, so
+the bits are the same.
+
+A recording reads and writes memory of its own, also that of values that are gone when it ends. So
+every micro-batch that has passed forward and
+waits for its backward has a *slot*: what enters a span is copied there, what leaves it is copied
+from there. A slot is free again after the backward. A span is recorded for everything on which its
+kernels depend: the sizes and strides of values, modes, and whatever else is in `Graphs.signature`.
+The first micro-batch of a kind runs as ever, and warms up what libraries do when they are first
+called; the second is recorded.
+
+Python runs only while a span is recorded. What a forward writes into attributes is known from the
+capture, and such spans are not recorded, among others (`why_not`). Whether modules have other
+attributes, hooks or memory is looked at before every pass, and then all is recorded again.
+
+CUDA graphs for training are in PyTorch's `torch.cuda.make_graphed_callables`, which needs the
+micro-batches in an order that is fixed, and no random numbers that are seeded by call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.capture.calls import Ambient, Sizes, ambient
+from penstock.capture.lowering import StageModule
+from penstock.capture.randomness import Key, draw, draw_in_python, undisturbed
+from penstock.capture.watching import is_compiled
+from penstock.devices.kind import Recorder, Recording
+from penstock.devices.kinds import kind_of
+from penstock.devices.layout import alike
+from penstock.devices.settings import Settings
+from penstock.engine.hooks import hooks_of
+from penstock.errors import InputError
+from penstock.links.link import Values
+
+_ALIGNMENT = 16  # bytes; kernels choose by it whether they read several elements at a time
+_PLAIN = (int, float, bool, str, type(None), torch.Size, torch.dtype)
+_EVERY = vars(nn.Module()).keys() - {"training"}  # attributes: what modules register, and hooks
+_MOST = 64  # kinds of micro-batches that are recorded
+_STATES = 4  # of modules, such as training and evaluation, for which recordings are kept
+
+
+class GraphError(RuntimeError):
+    """A span cannot be recorded."""
+
+
+def check_records(compiles: bool, batchnorm: str) -> None:
+    """Raise unless stages of such a pipeline may be recorded.
+
+    Args:
+        compiles: whether they are compiled.
+        batchnorm: as of `Pipeline`.
+
+    Raises:
+        InputError: they may not.
+    """
+    if compiles:
+        raise InputError(
+            "cuda_graphs=True records the model's own kernels, and compile= makes others; with "
+            'compile={"mode": "reduce-overhead"} torch records those'
+        )
+    if batchnorm == "deferred":
+        raise InputError(
+            'cuda_graphs=True does not go with batchnorm="deferred", which looks at BatchNorms '
+            'from Python; use batchnorm="microbatch"'
+        )
+
+
+def check_recorded(stages: int, not_recorded: Mapping[int, str], replicas: int) -> None:
+    """Raise if no stage can be recorded.
+
+    Args:
+        stages: how many there are.
+        not_recorded: why some are not, by number.
+        replicas: of the plan.
+
+    Raises:
+        InputError: none can.
+    """
+    if replicas > 1:
+        raise InputError(
+            f"cuda_graphs=True is for one replica, and the plan has {replicas}; use replicas=1"
+        )
+    if len(not_recorded) == stages:
+        why = "; ".join(f"stage {number}: {why}" for number, why in sorted(not_recorded.items()))
+        raise InputError(f"cuda_graphs=True: no stage can be recorded as CUDA graphs ({why})")
+
+
+def why_not(module: Callable[..., Any], recompute: bool, memories: Sequence[Any]) -> str:
+    """Why a span is not recorded, in words; empty if it is.
+
+    Args:
+        module: of the span.
+        recompute: whether its forward runs again before its backward.
+        memories: what its forward remembers in attributes.
+    """
+    if recompute:
+        return "its forward runs again before its backward"
+    if memories:
+        return "its forward remembers something in attributes"
+    if not isinstance(module, StageModule):
+        return "it is no stretch of recorded calls"
+    for each in module.modules():
+        if isinstance(each, torch.jit.ScriptModule) or is_compiled(each):
+            return f"its module {type(each).__name__} is compiled"
+    if any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
+        return "one of its parameters is of a class of its own"
+    reasons = (_why_not_called(module, n) for n in module.graph.nodes if n.op == "call_function")
+    return next(filter(None, reasons), "")
+
+
+def _why_not_called(module: StageModule, node: fx.Node) -> str:
+    if node.target is draw_in_python:
+        return "it draws random numbers in Python"
+    if node.target is setattr:
+        return "it writes attributes"
+    if str(getattr(node.target, "__module__", "")).startswith("torch.autograd"):
+        return "it computes gradients itself"
+    called = [_held(module, str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
+    if any(isinstance(each, Ambient) and each.casting for each in called):
+        return "a part of it runs under an autocast of its own"
+    return ""
+
+
+def _held(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class _Entered(NamedTuple):
+    """What a value is like, as far as kernels depend on it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    requires_grad: bool
+
+
+@dataclass
+class _Slot:
+    """Memory for one micro-batch, and what is recorded of it.
+
+    Attributes:
+        entered: the values, in memory of the slot.
+        aliases: what stands for the parameters.
+        results: of the forward, in memory of the slot.
+        forward: the recording.
+        calls: the calls that draw random numbers, in order.
+        anchor: the leaf in the slot that its graph of autograd begins with.
+        catch: the gradients of the values, once a backward has run or was recorded.
+        backwards: by which results have gradients, and what these are like.
+    """
+
+    entered: list[Any]
+    aliases: Sequence[nn.Parameter]
+    results: Values = ()
+    forward: Recording | None = None
+    calls: list[int] = field(default_factory=list)
+    anchor: torch.Tensor | None = None
+    caught: list[torch.Tensor | None] = field(default_factory=list)
+    backwards: dict[Any, _Backward] = field(default_factory=dict)
+
+
+class _Backward(NamedTuple):
+    """A recorded backward.
+
+    Attributes:
+        recording: itself.
+        given: the gradients of results, in memory of the slot.
+        inputs: those of the differentiable values.
+        parameters: those of the parameters.
+    """
+
+    recording: Recording
+    given: list[torch.Tensor]
+    inputs: list[torch.Tensor | None]
+    parameters: list[torch.Tensor | None]
+
+
+@dataclass
+class _Known:
+    """A kind of micro-batch. Attributes: the slots that are free."""
+
+    free: list[_Slot] = field(default_factory=list)
+
+
+@dataclass
+class _State:
+    """What was recorded of modules as they were.
+
+    Attributes:
+        aliases: what stood for each parameter, by its id.
+        module: the span's, with them.
+        known: the kinds of micro-batches that came.
+    """
+
+    aliases: dict[int, nn.Parameter]
+    module: StageModule
+    known: dict[Any, _Known] = field(default_factory=dict)
+
+
+class _Lease:
+    """A slot that a micro-batch has until its backward, or until nobody knows of it any more."""
+
+    def __init__(self, slot: _Slot, known: _Known) -> None:
+        self.slot: _Slot | None = slot
+        self._known = known
+
+    def end(self) -> None:
+        """Have the slot free again."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self._known.free.append(slot)
+
+    __del__ = end
+
+
+class Graphs:
+    """Runs a span's forwards, and their backwards, as graphs.
+
+    Args:
+        module: of the span.
+        changing: what its forward changes in place, of which autograd saves copies.
+        device: where it runs.
+    """
+
+    def __init__(
+        self, module: StageModule, changing: Sequence[torch.Tensor], device: torch.device
+    ) -> None:
+        self._module, self._device = module, device
+        self._changing = frozenset(tensor.untyped_storage()._cdata for tensor in changing)
+        self._modules = list(module.modules())[1:]
+        self._parameters = list(dict.fromkeys(module.parameters()))
+        self._tensors = [*self._parameters, *dict.fromkeys(module.buffers())]
+        self._draws = sum(node.target is draw for node in module.graph.nodes)
+        self._uses_twice = _uses_twice(module)
+        self._recorder: Recorder | None = None
+        self._states: dict[Any, _State] = {}
+        self._now = _State({}, module)
+        self._is_hooked = False
+
+    def begin(self) -> None:
+        """A pass begins: what is recorded is of modules as they are now.
+
+        Hooks are called as ever: with one, nothing is recorded.
+        """
+        settings = Settings.here()
+        cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+        tensors = tuple([(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors])
+        key = settings, cudnn, tensors, tuple(map(_attributes, self._modules))
+        hooks = hooks_of(map(vars, self._modules))
+        self._is_hooked = bool(hooks) or any(p._backward_hooks for p in self._parameters)
+        if key not in self._states:
+            self._forget()
+            aliases = {id(p): _alias(p) for p in self._parameters}
+            made: dict[int, nn.Module] = {}
+            stands = partial(_in_place_of, aliases=aliases, made=made)
+            self._states[key] = _State(aliases, self._module.elsewhere(stands))
+        self._now = self._states[key]
+
+    def _forget(self) -> None:
+        """Forget the oldest recordings if there are many; the device may still be doing them."""
+        if len(self._states) == _STATES:
+            kind_of(self._device).synchronize(self._device)
+            del self._states[next(iter(self._states))]
+
+    def signature(self, sizes: Sizes, key: Key | None, values: Values, modes: Ambient) -> Any:
+        """Equal for micro-batches of which the same is recorded; `None` if nothing is.
+
+        Args:
+            sizes, key: of the micro-batch.
+            values: what enters.
+            modes: the thread's.
+        """
+        if self._is_hooked or (modes.casting and modes.cache and self._uses_twice):
+            return None
+        if key is None and self._draws:
+            return None
+        like: list[Any] = []
+        memory: set[int] = set()
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if type(value) is not torch.Tensor or value.device != self._device:
+                    return None
+                if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+                    return None
+                memory.add(value.untyped_storage()._cdata)
+                like.append(_like(value))
+            elif isinstance(value, _PLAIN):
+                like.append(value)
+            else:
+                return None
+        if len(memory) < sum(isinstance(value, torch.Tensor) for value in values):
+            return None  # one may be changed in place, and be seen in another
+        return tuple(sorted(sizes.items())), tuple(like), modes
+
+    def run(self, sizes: Sizes, key: Key, values: Values, usual: Callable[[], Values]) -> Values:
+        """The results of the span.
+
+        Args:
+            sizes, key: of the micro-batch.
+            values: what enters.
+            usual: runs it as it is.
+
+        Raises:
+            GraphError: something in it cannot be recorded.
+        """
+        modes = ambient()
+        signature = self.signature(sizes, key, values, modes)
+        known = None if signature is None else self._now.known.get(signature)
+        if known is None:
+            results = usual()
+            if signature is not None and len(self._now.known) < _MOST:
+                self._now.known[signature] = _Known()
+            return results
+        slot = known.free.pop() if known.free else None
+        if slot is None:
+            slot = self._recorded(sizes, key, values, modes)
+        else:
+            with torch.no_grad():
+                for there, value in zip(slot.entered, values, strict=True):
+                    if isinstance(value, torch.Tensor):
+                        _fill(there, value)
+        lease = _Lease(slot, known)
+        _replay(slot, key)
+        if not any(isinstance(r, torch.Tensor) and r.requires_grad for r in slot.results):
+            copies = tuple(_copied(result) for result in slot.results)
+            lease.end()
+            return copies
+        entered = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+        wanted = [p for p in self._parameters if p.requires_grad]
+        copies = _Replayed.apply(self, lease, *entered, *wanted)
+        tensors = iter(copies)
+        return tuple(
+            next(tensors) if isinstance(result, torch.Tensor) else result for result in slot.results
+        )
+
+    # -- recording ----------------------------------------------------------------------------
+
+    def _check(self, results: Values, anchor: torch.Tensor | None) -> None:
+        """Raise if gradients would flow to others than those that stand for parameters.
+
+        Raises:
+            GraphError: they would.
+        """
+        known = {id(alias) for alias in (*self._now.aliases.values(), anchor)}
+        left = [r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+        seen = set(left)
+        while left:
+            node = left.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                raise GraphError(
+                    "this stage cannot be recorded as a CUDA graph: its forward uses a parameter "
+                    f"of shape {tuple(leaf.shape)} that is in none of its modules. Leave out "
+                    "cuda_graphs=True, or register the parameter"
+                )
+            fresh = {each for each, _ in node.next_functions if each is not None} - seen
+            seen |= fresh
+            left += fresh
+
+    def _recorded(self, sizes: Sizes, key: Key, values: Values, modes: Ambient) -> _Slot:
+        """A new slot, which holds these values, and its forward."""
+        slot = _Slot(list(map(_copied, values)), list(self._now.aliases.values()))
+        differentiable = [
+            k for k, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad
+        ]
+
+        def work(generators: Sequence[AbstractContextManager[None]]) -> Values:
+            slot.calls.clear()
+            left = iter(generators)
+
+            def drawn(
+                key: Key | None, call: int, function: Any, /, *args: Any, **kwargs: Any
+            ) -> Any:
+                slot.calls.append(call)
+                with undisturbed(), next(left):
+                    return function(*args, **kwargs)
+
+            module = self._now.module
+            if self._draws:
+                module = module.with_functions({draw: drawn})
+            entered = list(slot.entered)
+            if differentiable and modes.grad:
+                slot.anchor = torch.empty(0, requires_grad=True)
+                given = [slot.entered[k] for k in differentiable]
+                for k, value in zip(
+                    differentiable, _Caught.apply(slot, slot.anchor, *given), strict=True
+                ):
+                    entered[k] = value
+            with ExitStack() as stack:
+                if modes.casting:  # what is cast here is no weight for others, nor theirs for this
+                    plain = modes._replace(cache=False)
+                    stack.enter_context(plain.autocasting())
+                # autograd keeps these, so they must not lead to the slot
+                save = partial(_save, self._changing)
+                stack.enter_context(saved_tensors_hooks(save, _load))
+                results: Values = module(sizes, key, *entered)
+            return results
+
+        slot.results, slot.forward = self._record(work, self._draws)
+        self._check(slot.results, slot.anchor)
+        return slot
+
+    def _record(
+        self, work: Callable[..., Any], generators: int = 0, after: Recording | None = None
+    ) -> tuple[Any, Recording]:
+        if self._recorder is None:
+            self._recorder = kind_of(self._device).recorder(self._device)
+        try:
+            return self._recorder.record(work, generators, after, undisturbed())
+        except RuntimeError as error:
+            raise GraphError(
+                "this stage cannot be recorded as a CUDA graph: it may read values on the CPU "
+                "(.item(), a mask as an index, nonzero), or another thread has disturbed it. Leave "
+                f"out cuda_graphs=True, or keep that out of the model. CUDA says: {error}"
+            ) from error
+
+    def backward(self, slot: _Slot, gradients: Sequence[torch.Tensor | None]) -> _Backward:
+        """Replay the backward from these gradients of a slot's tensors, recorded if it is new."""
+        tensors = [result for result in slot.results if isinstance(result, torch.Tensor)]
+        kind = tuple(None if g is None else _like(g) for g in gradients)
+        found = slot.backwards.get(kind)
+        if found is not None:
+            present = (g for g in gradients if g is not None)
+            with torch.no_grad():
+                for there, gradient in zip(found.given, present, strict=True):
+                    _fill(there, gradient)
+        else:
+            pairs = zip(tensors, gradients, strict=True)
+            found = self._recorded_backward(slot, [(t, g) for t, g in pairs if g is not None])
+            slot.backwards[kind] = found
+        found.recording.replay()
+        return found
+
+    def _recorded_backward(
+        self, slot: _Slot, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> _Backward:
+        given = [_copied(gradient) for _, gradient in pairs]
+        roots = [result for result, _ in pairs]
+        wanted = [alias for alias in slot.aliases if alias.requires_grad]
+        leaves = [*([] if slot.anchor is None else [slot.anchor]), *wanted]
+
+        def work(_: Sequence[AbstractContextManager[None]]) -> list[torch.Tensor | None]:
+            slot.caught = []
+            with torch.enable_grad():
+                found = torch.autograd.grad(
+                    roots, leaves, given, retain_graph=True, allow_unused=True
+                )
+            return list(found[len(leaves) - len(wanted) :])
+
+        parameters, recording = self._record(work, after=slot.forward)
+        return _Backward(recording, given, slot.caught, parameters)
+
+
+class _Caught(torch.autograd.Function):
+    """The identity; its backward leaves the gradients in the slot."""
+
+    @staticmethod
+    def forward(ctx: Any, slot: _Slot, anchor: torch.Tensor, *values: torch.Tensor) -> Values:
+        ctx.slot = weakref.ref(slot)  # whose results have this in their history
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.slot().caught = list(gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+class _Replayed(torch.autograd.Function):
+    """The results of a slot whose forward has been replayed; its backward replays the slot's."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: Graphs, lease: _Lease, *leaves: torch.Tensor) -> Values:
+        slot = lease.slot
+        if slot is None:
+            raise GraphError("a slot was given back before it was read")
+        ctx.graphs, ctx.lease, ctx.count = graphs, lease, len(leaves)
+        ctx.set_materialize_grads(False)
+        tensors = [result for result in slot.results if isinstance(result, torch.Tensor)]
+        copies = [_copied(tensor) for tensor in tensors]
+        ctx.mark_non_differentiable(
+            *(c for c, t in zip(copies, tensors, strict=True) if not t.requires_grad)
+        )
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        slot = ctx.lease.slot
+        if slot is None:
+            raise RuntimeError(
+                "Trying to backward through a stage a second time: with cuda_graphs=True what it "
+                "has saved is gone after the first"
+            )
+        tensors = [result for result in slot.results if isinstance(result, torch.Tensor)]
+        pairs = zip(tensors, gradients, strict=True)
+        found = ctx.graphs.backward(slot, [g if t.requires_grad else None for t, g in pairs])
+        inputs = [None if g is None else _copied(g) for g in found.inputs]
+        inputs = inputs or [None] * (ctx.count - len(found.parameters))
+        ctx.lease.end()
+        # The slot refers to them as well, so that autograd copies what becomes a `.grad`.
+        return (None, None, *inputs, *found.parameters)
+
+
+def _in_place_of(leaf: Any, aliases: dict[int, nn.Parameter], made: dict[int, nn.Module]) -> Any:
+    """What stands for a parameter, or for a module that has some, while it is recorded.
+
+    Autograd remembers for every leaf on which stream its gradients are added. Those of recordings
+    have leaves of their own.
+
+    Args:
+        leaf: a parameter, a module, or anything else, which stands for itself.
+        aliases: of the parameters, by their ids.
+        made: the modules that were made, by the ids of those that they stand for.
+    """
+    if isinstance(leaf, nn.Parameter):
+        return aliases[id(leaf)]
+    if not isinstance(leaf, nn.Module) or not any(True for _ in leaf.parameters()):
+        return leaf
+    if id(leaf) not in made:
+        twin = made[id(leaf)] = nn.Module()
+        stands = partial(_in_place_of, aliases=aliases, made=made)
+        own = {name: stands(parameter) for name, parameter in leaf._parameters.items()}
+        children = {name: stands(child) for name, child in leaf._modules.items()}
+        object.__setattr__(twin, "__class__", type(leaf))
+        others = {**vars(leaf), "_parameters": own, "_modules": children}
+        object.__setattr__(twin, "__dict__", others)
+    return made[id(leaf)]
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """Another leaf, with the same memory and the same attributes."""
+    alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    alias.__dict__.update(vars(parameter))
+    return alias
+
+
+def _replay(slot: _Slot, key: Key) -> None:
+    """Run a slot's forward, with the random numbers of this key."""
+    if slot.forward is None:
+        raise GraphError("a slot was not recorded")
+    slot.forward.replay([key.for_call(call) for call in slot.calls])
+
+
+def _save(changing: frozenset[int], tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd saves; as that is replayed, whether it was changed since is not asked.
+
+    Args:
+        changing: the storages of what the forward changes.
+        tensor: what is saved.
+    """
+    if tensor.untyped_storage()._cdata in changing:
+        return alike(tensor, torch.clone, sparse=True)
+    return tensor.detach()
+
+
+def _load(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+def _like(tensor: torch.Tensor) -> _Entered:
+    offset = tensor.data_ptr() % _ALIGNMENT
+    return _Entered(
+        tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, tensor.requires_grad
+    )
+
+
+def _copied(value: Any) -> Any:
+    """A copy with the same strides, without history; what is no tensor is the same."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    unique = _unique(value)
+    copy = alike(unique, torch.clone, sparse=True)
+    return copy if unique is value else copy.expand(value.shape)
+
+
+def _fill(there: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value to where `_copied` has put one like it."""
+    _unique(there).detach().copy_(_unique(value).detach())
+
+
+def _unique(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements without those that are in memory once for several places."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _attributes(module: nn.Module) -> tuple[Any, ...]:
+    """What the Python of a module may read: flags, numbers, and which objects there are."""
+    attributes = vars(module).items()
+    return tuple([(name, _read(value)) for name, value in attributes if name not in _EVERY])
+
+
+def _read(value: Any) -> Any:
+    """Equal as long as a value is the same, as far as can be seen."""
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value) in (list, tuple):
+        return tuple(map(_read, value))
+    if type(value) is dict:
+        return tuple([(_read(name), _read(each)) for name, each in value.items()])
+    return _Same(value)
+
+
+class _Same:
+    """Equal for one and the same object, which goes on to exist."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _uses_twice(module: StageModule) -> bool:
+    """Whether a parameter may be used twice: autocast casts it once then."""
+    uses: Counter[int] = Counter()
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            held = _held(module, str(node.target))
+            each: Iterable[Any] = held.parameters() if isinstance(held, nn.Module) else [held]
+            uses.update({id(p): len(node.users) for p in each if isinstance(p, nn.Parameter)})
+        elif node.op == "call_module":
+            owner = module.get_submodule(str(node.target))
+            uses.update(id(parameter) for parameter in owner.parameters())
+    return any(count > 1 for count in uses.values())
