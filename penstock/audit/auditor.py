@@ -300,7 +300,7 @@ def _moved(leaves: Inputs, device: torch.device) -> Inputs:
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device == device:
             return leaf
-        return alike(leaf, lambda t: t.to(device)).requires_grad_(leaf.requires_grad)
+        return alike(leaf, lambda t: t.to(device), to=device).requires_grad_(leaf.requires_grad)
 
     found = list(map(moved, leaves))
     same = all(one is other for one, other in zip(found, leaves, strict=True))

@@ -168,7 +168,7 @@ class Copies:
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        copy = alike(value, self._moved)
+        copy = alike(value, self._moved, to=self._target)
         return copy.requires_grad_(value.requires_grad)
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:

@@ -40,13 +40,12 @@ from penstock.capture.randomness import Key, draw, draw_in_python, undisturbed
 from penstock.capture.watching import is_compiled
 from penstock.devices.kind import Recorder, Recording
 from penstock.devices.kinds import kind_of
-from penstock.devices.layout import alike
+from penstock.devices.layout import ALIGNMENT, alike
 from penstock.devices.settings import Settings
 from penstock.engine.hooks import hooks_of
 from penstock.errors import InputError
 from penstock.links.link import Values
 
-_ALIGNMENT = 16  # bytes; kernels choose by it whether they read several elements at a time
 _PLAIN = (int, float, bool, str, type(None), torch.Size, torch.dtype)
 _EVERY = vars(nn.Module()).keys() - {"training"}  # attributes: what modules register, and hooks
 _MOST = 64  # kinds of micro-batches that are recorded
@@ -576,7 +575,7 @@ def _load(saved: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor) -> _Entered:
-    offset = tensor.data_ptr() % _ALIGNMENT
+    offset = tensor.data_ptr() % ALIGNMENT
     return _Entered(
         tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, tensor.requires_grad
     )
