@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -193,6 +194,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return super().reducer_override(obj) if number is None else (_found, (number,))
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
             return _made_again, (type(obj), obj.args), vars(obj) or None
+        if isinstance(obj, CodeType):  # cloudpickle 3.1.3 forgets the file, which tracebacks show
+            make, args = self.dispatch_table[CodeType](obj)
+            return _code_of, (obj.co_filename, make, args)
         if isinstance(obj, ContextVar):  # among the globals of a hook that travels by value
             return _reduced_context_variable(obj)
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
@@ -245,6 +249,11 @@ class _ReferringPacker(_Packer):
         if isinstance(obj, (torch.Tensor, nn.Module)) and id(obj) in self._known:
             return _found, (-1 - self._known[id(obj)],)
         return super().reducer_override(obj)
+
+
+def _code_of(filename: str, make: Callable[..., CodeType], args: tuple[Any, ...]) -> CodeType:
+    """Code that cloudpickle has taken apart, of this file."""
+    return make(*args).replace(co_filename=filename)
 
 
 def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
