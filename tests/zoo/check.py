@@ -162,9 +162,10 @@ def check(
 
 
 def _line(error: BaseException) -> str:
+    """What it says, in one line."""
     named = isinstance(error, (NotRunError, WrongError))
     text = f"{error}" if named else f"{type(error).__name__}: {error}"
-    return next(iter(text.splitlines()), "")[:300]
+    return " ".join(text.split())[:300]
 
 
 def _check(
