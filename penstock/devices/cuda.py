@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,10 @@ class Cuda(Accelerator):
 
     def __init__(self) -> None:
         super().__init__("cuda")
+
+    def settings(self) -> tuple[Any, ...]:
+        """Those of cuDNN, of cuBLAS, and of attention."""
+        return tuple(map(_said, _SETTINGS))
 
     def recorder(self, device: torch.device) -> Recorder:
         """By CUDA graphs."""
@@ -69,6 +74,27 @@ class Cuda(Accelerator):
         return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
+_SETTINGS = (
+    *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32"),
+    *("cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision", "cuda.matmul.fp32_precision"),
+    *("cuda.matmul.allow_tf32", "cuda.matmul.allow_fp16_accumulation"),
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    *("cuda.preferred_blas_library", "cuda.preferred_linalg_library"),
+    *("cuda.flash_sdp_enabled", "cuda.mem_efficient_sdp_enabled", "cuda.math_sdp_enabled"),
+    "cuda.cudnn_sdp_enabled",
+)
+
+
+def _said(setting: str) -> str:
+    """What `torch.backends` says of a setting; nothing if it is set in another way as well."""
+    try:
+        found = attrgetter(setting)(torch.backends)
+        return str(found() if callable(found) else found)
+    except (AttributeError, RuntimeError):
+        return ""
+
+
 class _Recorder:
     """Records CUDA graphs of one GPU.
 
@@ -77,14 +103,14 @@ class _Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # no copies are on such a one
 
     def record(
         self,
         work: Callable[[Sequence[AbstractContextManager[None]]], T],
         generators: int = 0,
         after: Recording | None = None,
-        alone: AbstractContextManager[object] | None = None,
+        alone: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> tuple[T, Recording]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
@@ -97,7 +123,7 @@ class _Recorder:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                with alone or nullcontext():
+                with alone():
                     self._begin(graph, memory)
                 try:
                     made = work(opened)

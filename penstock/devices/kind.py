@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -76,7 +76,7 @@ class Recorder(Protocol):
         work: Callable[[Sequence[AbstractContextManager[None]]], T],
         generators: int = 0,
         after: Recording | None = None,
-        alone: AbstractContextManager[object] | None = None,
+        alone: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> tuple[T, Recording]:
         """Do some work without giving it to the device.
 
@@ -90,7 +90,8 @@ class Recorder(Protocol):
             generators: how many.
             after: an earlier recording, before whose next replay nobody needs any more what this
                 one leaves.
-            alone: open while it begins, when no other thread may draw from the device's generator.
+            alone: gives what is open while it begins, when no other thread may draw from the
+                device's generator.
 
         Returns:
             what `work` returns, whose values come with the first replay, and the recording.
@@ -126,6 +127,10 @@ class Kind(ABC):
     type: str
     has_streams: bool
     can_record: bool = False
+
+    def settings(self) -> tuple[Any, ...]:
+        """Those of the process that say which kernels are taken."""
+        return ()
 
     @abstractmethod
     def count(self) -> int:

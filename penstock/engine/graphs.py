@@ -23,11 +23,11 @@ micro-batches in an order that is fixed, and no random numbers that are seeded b
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,19 +36,27 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.capture.calls import Ambient, Sizes, ambient
 from penstock.capture.lowering import StageModule
-from penstock.capture.randomness import Key, draw, draw_in_python, undisturbed
+from penstock.capture.randomness import (
+    Key,
+    draw,
+    draw_in_python,
+    undisturbed,
+    undisturbed_within,
+)
 from penstock.capture.watching import is_compiled
 from penstock.devices.kind import Recorder, Recording
 from penstock.devices.kinds import kind_of
 from penstock.devices.layout import ALIGNMENT, alike
 from penstock.devices.settings import Settings
 from penstock.engine.hooks import hooks_of
+from penstock.engine.known_python import PLAIN, is_plain, why_unknown, why_unknown_function
 from penstock.errors import InputError
 from penstock.links.link import Values
 
-_PLAIN = (int, float, bool, str, type(None), torch.Size, torch.dtype)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 _EVERY = vars(nn.Module()).keys() - {"training"}  # attributes: what modules register, and hooks
 _MOST = 64  # kinds of micro-batches that are recorded
+_PATIENCE = 10.0  # seconds
 _STATES = 4  # of modules, such as training and evaluation, for which recordings are kept
 
 
@@ -117,11 +125,15 @@ def why_not(module: Callable[..., Any], recompute: bool, memories: Sequence[Any]
             return f"its module {type(each).__name__} is compiled"
     if any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
         return "one of its parameters is of a class of its own"
-    reasons = (_why_not_called(module, n) for n in module.graph.nodes if n.op == "call_function")
+    reasons = (_why_not_called(module, node) for node in module.graph.nodes)
     return next(filter(None, reasons), "")
 
 
 def _why_not_called(module: StageModule, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return why_unknown(module.get_submodule(str(node.target)))
+    if node.op != "call_function":
+        return ""
     if node.target is draw_in_python:
         return "it draws random numbers in Python"
     if node.target is setattr:
@@ -131,7 +143,10 @@ def _why_not_called(module: StageModule, node: fx.Node) -> str:
     called = [_held(module, str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
     if any(isinstance(each, Ambient) and each.casting for each in called):
         return "a part of it runs under an autocast of its own"
-    return ""
+    modules = (why_unknown(each) for each in called if isinstance(each, nn.Module))
+    functions = (each for each in (node.target, *called) if isinstance(each, _FUNCTIONS))
+    reasons = (*modules, *map(why_unknown_function, functions))
+    return next((f"it {reason}" for reason in reasons if reason), "")
 
 
 def _held(module: nn.Module, path: str) -> Any:
@@ -204,13 +219,11 @@ class _State:
     """What was recorded of modules as they were.
 
     Attributes:
-        aliases: what stood for each parameter, by its id.
-        module: the span's, with them.
+        places: where their tensors are.
         known: the kinds of micro-batches that came.
     """
 
-    aliases: dict[int, nn.Parameter]
-    module: StageModule
+    places: tuple[Any, ...]
     known: dict[Any, _Known] = field(default_factory=dict)
 
 
@@ -243,15 +256,14 @@ class Graphs:
         self, module: StageModule, changing: Sequence[torch.Tensor], device: torch.device
     ) -> None:
         self._module, self._device = module, device
-        self._changing = frozenset(tensor.untyped_storage()._cdata for tensor in changing)
+        self._changing = list(changing)
         self._modules = list(module.modules())[1:]
         self._parameters = list(dict.fromkeys(module.parameters()))
         self._tensors = [*self._parameters, *dict.fromkeys(module.buffers())]
         self._draws = sum(node.target is draw for node in module.graph.nodes)
-        self._uses_twice = _uses_twice(module)
         self._recorder: Recorder | None = None
         self._states: dict[Any, _State] = {}
-        self._now = _State({}, module)
+        self._now = _State(())
         self._is_hooked = False
 
     def begin(self) -> None:
@@ -259,25 +271,22 @@ class Graphs:
 
         Hooks are called as ever: with one, nothing is recorded.
         """
-        settings = Settings.here()
-        cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
-        tensors = tuple([(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors])
-        key = settings, cudnn, tensors, tuple(map(_attributes, self._modules))
+        settings = Settings.here(), kind_of(self._device).settings()
+        places = tuple(map(_place, self._tensors))
+        key = settings, places, tuple(map(_attributes, self._modules))
         hooks = hooks_of(map(vars, self._modules))
         self._is_hooked = bool(hooks) or any(p._backward_hooks for p in self._parameters)
-        if key not in self._states:
+        if key not in self._states and len(self._states) == _STATES:
             self._forget()
-            aliases = {id(p): _alias(p) for p in self._parameters}
-            made: dict[int, nn.Module] = {}
-            stands = partial(_in_place_of, aliases=aliases, made=made)
-            self._states[key] = _State(aliases, self._module.elsewhere(stands))
-        self._now = self._states[key]
+        self._now = self._states.pop(key) if key in self._states else _State(places)
+        self._states[key] = self._now  # the last that was used
 
     def _forget(self) -> None:
-        """Forget the oldest recordings if there are many; the device may still be doing them."""
-        if len(self._states) == _STATES:
-            kind_of(self._device).synchronize(self._device)
-            del self._states[next(iter(self._states))]
+        """Forget the recordings that were not used for longest, once the device has done them."""
+        kind = kind_of(self._device)
+        if kind.has_streams:
+            kind.current_stream(self._device).record_event().synchronize()
+        del self._states[next(iter(self._states))]
 
     def signature(self, sizes: Sizes, key: Key | None, values: Values, modes: Ambient) -> Any:
         """Equal for micro-batches of which the same is recorded; `None` if nothing is.
@@ -287,10 +296,10 @@ class Graphs:
             values: what enters.
             modes: the thread's.
         """
-        if self._is_hooked or (modes.casting and modes.cache and self._uses_twice):
+        if self._is_hooked or (key is None and self._draws):
             return None
-        if key is None and self._draws:
-            return None
+        if tuple(map(_place, self._tensors)) != self._now.places:
+            return None  # a forward of this pass has moved one
         like: list[Any] = []
         memory: set[int] = set()
         for value in values:
@@ -301,13 +310,14 @@ class Graphs:
                     return None
                 memory.add(value.untyped_storage()._cdata)
                 like.append(_like(value))
-            elif isinstance(value, _PLAIN):
-                like.append(value)
+            elif is_plain(value):
+                like.append(_read(value))
             else:
                 return None
         if len(memory) < sum(isinstance(value, torch.Tensor) for value in values):
             return None  # one may be changed in place, and be seen in another
-        return tuple(sorted(sizes.items())), tuple(like), modes
+        numbers = tuple([(name, _read(size)) for name, size in sorted(sizes.items())])
+        return numbers, tuple(like), modes
 
     def run(self, sizes: Sizes, key: Key, values: Values, usual: Callable[[], Values]) -> Values:
         """The results of the span.
@@ -352,13 +362,21 @@ class Graphs:
 
     # -- recording ----------------------------------------------------------------------------
 
-    def _check(self, results: Values, anchor: torch.Tensor | None) -> None:
+    def _check(self, slot: _Slot) -> None:
         """Raise if gradients would flow to others than those that stand for parameters.
 
         Raises:
             GraphError: they would.
         """
-        known = {id(alias) for alias in (*self._now.aliases.values(), anchor)}
+        if [(p.data_ptr(), p.shape, p.stride()) for p in self._parameters] != [
+            (alias.data_ptr(), alias.shape, alias.stride()) for alias in slot.aliases
+        ]:
+            raise GraphError(
+                "this stage cannot be recorded as a CUDA graph: its forward moves a parameter "
+                "(.data = ...). Leave out cuda_graphs=True, or write into it (.copy_())"
+            )
+        results = slot.results
+        known = {id(alias) for alias in (*slot.aliases, slot.anchor)}
         left = [r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
         seen = set(left)
         while left:
@@ -366,9 +384,10 @@ class Graphs:
             leaf = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in known:
                 raise GraphError(
-                    "this stage cannot be recorded as a CUDA graph: its forward uses a parameter "
-                    f"of shape {tuple(leaf.shape)} that is in none of its modules. Leave out "
-                    "cuda_graphs=True, or register the parameter"
+                    "this stage cannot be recorded as a CUDA graph: its gradients flow to a leaf "
+                    f"of shape {tuple(leaf.shape)} that the forward makes, or to a parameter that "
+                    "it reaches by another way than its modules. Leave out cuda_graphs=True, or "
+                    "register the parameter"
                 )
             fresh = {each for each, _ in node.next_functions if each is not None} - seen
             seen |= fresh
@@ -376,7 +395,12 @@ class Graphs:
 
     def _recorded(self, sizes: Sizes, key: Key, values: Values, modes: Ambient) -> _Slot:
         """A new slot, which holds these values, and its forward."""
-        slot = _Slot(list(map(_copied, values)), list(self._now.aliases.values()))
+        aliases = {id(p): _alias(p) for p in self._parameters}
+        slot = _Slot(list(map(_copied, values)), list(aliases.values()))
+        made: dict[int, nn.Module] = {}
+        stands = partial(_in_place_of, aliases=aliases, made=made)
+        stage = self._module.elsewhere(stands)
+        changing = frozenset(t.untyped_storage()._cdata for t in self._changing)
         differentiable = [
             k for k, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad
         ]
@@ -392,9 +416,7 @@ class Graphs:
                 with undisturbed(), next(left):
                     return function(*args, **kwargs)
 
-            module = self._now.module
-            if self._draws:
-                module = module.with_functions({draw: drawn})
+            module = stage.with_functions({draw: drawn}) if self._draws else stage
             entered = list(slot.entered)
             if differentiable and modes.grad:
                 slot.anchor = torch.empty(0, requires_grad=True)
@@ -403,19 +425,32 @@ class Graphs:
                     differentiable, _Caught.apply(slot, slot.anchor, *given), strict=True
                 ):
                     entered[k] = value
-            with ExitStack() as stack:
-                if modes.casting:  # what is cast here is no weight for others, nor theirs for this
-                    plain = modes._replace(cache=False)
-                    stack.enter_context(plain.autocasting())
-                # autograd keeps these, so they must not lead to the slot
-                save = partial(_save, self._changing)
-                stack.enter_context(saved_tensors_hooks(save, _load))
+            # Autograd keeps what saves, which must not lead to the slot.
+            with saved_tensors_hooks(partial(_save, changing), _load), self._without_cpu_draws():
                 results: Values = module(sizes, key, *entered)
             return results
 
         slot.results, slot.forward = self._record(work, self._draws)
-        self._check(slot.results, slot.anchor)
+        self._check(slot)
         return slot
+
+    @contextmanager
+    def _without_cpu_draws(self) -> Iterator[None]:
+        """Raise if a stage of a GPU draws from the CPU's generator, which a replay does not.
+
+        Raises:
+            GraphError: it has drawn.
+        """
+        if self._device.type == "cpu":
+            yield
+            return
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            raise GraphError(
+                "this stage cannot be recorded as a CUDA graph: it draws random numbers on the "
+                "CPU. Leave out cuda_graphs=True, or draw them on the GPU (device=x.device)"
+            )
 
     def _record(
         self, work: Callable[..., Any], generators: int = 0, after: Recording | None = None
@@ -423,8 +458,14 @@ class Graphs:
         if self._recorder is None:
             self._recorder = kind_of(self._device).recorder(self._device)
         try:
-            return self._recorder.record(work, generators, after, undisturbed())
+            return self._recorder.record(work, generators, after, _alone)
+        except GraphError:
+            self._states.clear()
+            raise
         except RuntimeError as error:
+            self._states.clear()  # with what may be in memory that is gone
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise GraphError(
                 "this stage cannot be recorded as a CUDA graph: it may read values on the CPU "
                 "(.item(), a mask as an index, nonzero), or another thread has disturbed it. Leave "
@@ -492,6 +533,7 @@ class _Replayed(torch.autograd.Function):
         if slot is None:
             raise GraphError("a slot was given back before it was read")
         ctx.graphs, ctx.lease, ctx.count = graphs, lease, len(leaves)
+        ctx.versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, nn.Parameter)]
         ctx.set_materialize_grads(False)
         tensors = [result for result in slot.results if isinstance(result, torch.Tensor)]
         copies = [_copied(tensor) for tensor in tensors]
@@ -507,6 +549,11 @@ class _Replayed(torch.autograd.Function):
             raise RuntimeError(
                 "Trying to backward through a stage a second time: with cuda_graphs=True what it "
                 "has saved is gone after the first"
+            )
+        if any(leaf._version != version for leaf, version in ctx.versions):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: a parameter of this stage was changed after its forward"
             )
         tensors = [result for result in slot.results if isinstance(result, torch.Tensor)]
         pairs = zip(tensors, gradients, strict=True)
@@ -549,6 +596,23 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
     alias.__dict__.update(vars(parameter))
     return alias
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """While open, no other thread draws random numbers.
+
+    Raises:
+        GraphError: one does for too long, such as a loss that calls another pipeline.
+    """
+    with undisturbed_within(_PATIENCE) as is_alone:
+        if not is_alone:
+            raise GraphError(
+                "this stage cannot be recorded as a CUDA graph: another thread draws random "
+                f"numbers for more than {_PATIENCE:.0f} s, such as a loss that calls another "
+                "pipeline. Leave out cuda_graphs=True there"
+            )
+        yield
 
 
 def _replay(slot: _Slot, key: Key) -> None:
@@ -610,14 +674,22 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _read(value: Any) -> Any:
-    """Equal as long as a value is the same, as far as can be seen."""
-    if isinstance(value, _PLAIN):
-        return value
+    """Equal as long as a value is the same, as far as can be seen; `1`, `1.0` and `True` differ."""
+    if isinstance(value, float):
+        return float, value.hex()
+    if isinstance(value, PLAIN):
+        return type(value), value
     if type(value) in (list, tuple):
-        return tuple(map(_read, value))
+        return type(value), tuple(map(_read, value))
     if type(value) is dict:
-        return tuple([(_read(name), _read(each)) for name, each in value.items()])
+        return dict, tuple([(_read(name), _read(each)) for name, each in value.items()])
     return _Same(value)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor is, and how it lies there."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return tensor.data_ptr(), shape, stride, tensor.dtype, tensor.requires_grad
 
 
 class _Same:
@@ -633,17 +705,3 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def _uses_twice(module: StageModule) -> bool:
-    """Whether a parameter may be used twice: autocast casts it once then."""
-    uses: Counter[int] = Counter()
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            held = _held(module, str(node.target))
-            each: Iterable[Any] = held.parameters() if isinstance(held, nn.Module) else [held]
-            uses.update({id(p): len(node.users) for p in each if isinstance(p, nn.Parameter)})
-        elif node.op == "call_module":
-            owner = module.get_submodule(str(node.target))
-            uses.update(id(parameter) for parameter in owner.parameters())
-    return any(count > 1 for count in uses.values())

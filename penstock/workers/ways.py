@@ -296,6 +296,8 @@ class Ways:
         """Have a span of this stage run as graphs, or note why not."""
         home = self._homes[number]
         why = why_not(span.module, span.recompute, span.memories)
+        if number == 0 and span.overwritten:
+            why = "it changes what it is given in place"
         if not kind_of(home).can_record:
             why = f"it is on {home}"
         if why:

@@ -7,7 +7,7 @@ reads and writes the memory of the recording; and Python runs only while somethi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -97,7 +97,7 @@ class Recorder:
         work: Callable[[Sequence[AbstractContextManager[None]]], Any],
         generators: int = 0,
         after: Any = None,
-        alone: Any = None,
+        alone: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> tuple[Any, _Recording]:
         noted = _Noted()
         starts: list[int] = []
@@ -108,6 +108,8 @@ class Recorder:
             yield
 
         try:
+            with alone():
+                pass
             with noted:
                 made = work([drawing() for _ in range(generators)])
         except RuntimeError:
