@@ -506,6 +506,11 @@ class Graphs:
             return list(found[len(leaves) - len(wanted) :])
 
         parameters, recording = self._record(work, after=slot.forward)
+        if any(g is not None and g.layout is not torch.strided for g in parameters):
+            raise GraphError(
+                "this stage cannot be recorded as a CUDA graph: gradients of its parameters are "
+                "sparse. Leave out cuda_graphs=True, or sparse=True"
+            )
         return _Backward(recording, given, slot.caught, parameters)
 
 
@@ -546,10 +551,7 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         slot = ctx.lease.slot
         if slot is None:
-            raise RuntimeError(
-                "Trying to backward through a stage a second time: with cuda_graphs=True what it "
-                "has saved is gone after the first"
-            )
+            raise GraphError("a slot was given back before its backward")
         if any(leaf._version != version for leaf, version in ctx.versions):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -560,7 +562,6 @@ class _Replayed(torch.autograd.Function):
         found = ctx.graphs.backward(slot, [g if t.requires_grad else None for t, g in pairs])
         inputs = [None if g is None else _copied(g) for g in found.inputs]
         inputs = inputs or [None] * (ctx.count - len(found.parameters))
-        ctx.lease.end()
         # The slot refers to them as well, so that autograd copies what becomes a `.grad`.
         return (None, None, *inputs, *found.parameters)
 

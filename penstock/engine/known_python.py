@@ -52,6 +52,8 @@ class _Reading:
         self._read.add(id(module))
         if isinstance(module, nn.RNNBase):
             return f"{kind.__name__} moves its weights"
+        if getattr(module, "sparse", False) is True:
+            return f"{kind.__name__} has sparse gradients"
         if "forward" in vars(module):
             return f"a {kind.__name__} has a forward of its own"
         children = (self.module(child) for child in module.children())
