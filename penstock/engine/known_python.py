@@ -21,7 +21,8 @@ _PACKAGES = ("torch", "math", "builtins", "_operator", "operator", "typing", "pe
 PLAIN = (int, float, complex, bool, str, type(None), torch.Size, torch.dtype, torch.device)
 """Values that are compared by what they are."""
 
-_WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF")
+_WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
 _FORBIDDEN = {
     *("data", "set_", "grad", "requires_grad_", "backward", "register_hook"),
     *("item", "tolist", "numpy", "cpu", "__dict__", "__class__", "autograd"),
@@ -95,16 +96,23 @@ class _Reading:
                 reason = self._global(str(value), known)
             elif name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and value in _FORBIDDEN:
                 reason = f"uses .{value}"
-            elif own and name.startswith("LOAD_FAST") and _is_of(own, value):
-                after = instructions[at + 1]
-                is_read = after.opname in ("LOAD_ATTR", "LOAD_METHOD") and value == own
-                attribute = str(after.argval)
-                reason = self._attribute(attribute, module) if is_read else "passes itself on"
+            elif own and "LOAD_FAST" in name and _loads(own, name, value):
+                reason = self._own(instructions[at + 1], _loads_last(own, value), module)
             if reason:
                 return reason
         return ""
 
+    def _own(self, after: dis.Instruction, is_last: bool, module: Any) -> str:
+        """Of what a forward does with its module, given what comes after it is loaded."""
+        if after.opname in _WRITES:
+            return f"writes {after.argval}"
+        if after.opname in _READS and is_last:
+            return self._attribute(str(after.argval), module)
+        return "passes itself on"
+
     def _global(self, name: str, known: dict[str, Any]) -> str:
+        if name == "super":
+            return "calls what its class inherits"
         if name not in known:
             return "" if hasattr(builtins, name) else f"reads {name}"
         value = known[name]
@@ -170,8 +178,16 @@ def _is_known(package: str) -> bool:
     return package.partition(".")[0] in _PACKAGES
 
 
-def _is_of(own: str, value: Any) -> bool:
-    return value == own or (isinstance(value, tuple) and own in value)
+def _loads(own: str, name: str, value: Any) -> bool:
+    """Whether an instruction loads a variable; some load two, or store one and load one."""
+    if not isinstance(value, tuple):
+        return bool(value == own)
+    return own in (value[1:] if name.startswith("STORE") else value)
+
+
+def _loads_last(own: str, value: Any) -> bool:
+    """Whether what comes next is about it."""
+    return bool((value[-1] if isinstance(value, tuple) else value) == own)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

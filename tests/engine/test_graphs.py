@@ -229,6 +229,88 @@ def test_an_attribute_that_changes_is_recorded_anew(
     check(mlp, steps, device, recorded, 6)
 
 
+class Closed(nn.Module):
+    """It has no children, so the pipeline calls it as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1)
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.times: Any = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        x = F.linear(F.linear(x, self.weight).relu(), self.weight)
+        return torch.atan2(x * self.mean, x * self.times)
+
+
+def closed() -> nn.Module:
+    return nn.Sequential(Closed(), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a number of another type": lambda m: setattr(m, "times", 1.0),
+    "zero": lambda m: setattr(m, "times", 0.0),
+    "zero, and then minus zero": lambda m: setattr(m, "times", -0.0),
+    "a weight that lies otherwise": lambda m: setattr(m.weight, "data", m.weight.data.t()),
+    "a buffer that is elsewhere": lambda m: setattr(m.mean, "data", m.mean.data.clone()),
+}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_changes_is_noticed(schedule: str, device: str, recorded: Recorder | OnGpu) -> None:
+    """Numbers, and how tensors lie in memory; a buffer is saved as each micro-batch finds it."""
+
+    def steps(pipe: ps.Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+        found = trained(pipe, model, x, y)
+        for change in CHANGES.values():
+            change(model[0])  # type: ignore[index]
+            found += trained(pipe, model, x, y)
+        return found
+
+    check(closed, steps, device, recorded, 6, schedule=schedule, workers=2, cuts=["1"])
+
+
+def test_a_weight_is_cast_once_for_two_uses_within_a_module(
+    device: str, recorded: Recorder | OnGpu
+) -> None:
+    def steps(pipe: ps.Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return [pipe.train_step(x, target=y, loss_fn=F.cross_entropy) for _ in range(3)]
+
+    check(closed, steps, device, recorded)
+
+
+def test_a_weight_that_is_changed_before_the_backward(
+    device: str, recorded: Recorder | OnGpu
+) -> None:
+    def steps(pipe: ps.Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+        found = several_kinds(pipe, model, x, y)
+        result = pipe(x)
+        with torch.no_grad():
+            model[4].weight.mul_(1.5)  # type: ignore[index]
+        with pytest.raises(ps.WorkerError, match="modified by an inplace operation"):
+            F.cross_entropy(result, y).backward()
+        return found
+
+    run(mlp, steps, device, True)
+    assert recorded.made
+
+
+def test_a_loss_that_computes_gradients(device: str, recorded: Recorder | OnGpu) -> None:
+    """It goes back through the last stage, and then the step does."""
+
+    def steps(pipe: ps.Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            value = F.cross_entropy(output, target)
+            (given,) = torch.autograd.grad(value, [output], retain_graph=True)
+            return value + given.square().sum()
+
+        return [pipe.train_step(x, target=y, loss_fn=loss) for _ in range(3)]
+
+    check(mlp, steps, device, recorded)
+
+
 def test_weights_that_are_elsewhere(device: str, recorded: Recorder | OnGpu) -> None:
     """A recording reads the memory that it knows."""
 
@@ -323,13 +405,14 @@ def test_what_was_recorded_is_freed(device: str, recorded: Recorder | OnGpu) -> 
         ({"batchnorm": "deferred"}, "looks at BatchNorms from Python"),
         ({"replicas": 2, "workers": 2}, "is for one replica"),
         ({"recompute": "all"}, "stage 0: its forward runs again before its backward"),
+        ({"build": lambda: nn.Sequential(nn.ReLU(inplace=True), mlp())}, "is given in place"),
     ],
 )
 def test_what_does_not_go_with_graphs(
     options: dict[str, Any], words: str, recorded: Recorder | OnGpu, device: str
 ) -> None:
     with pytest.raises(ps.InputError, match=words):
-        run(mlp, trained, device, True, **options)
+        run(steps=trained, device=device, graphs=True, **{"build": mlp, **options})
 
 
 def test_cpus_have_no_graphs() -> None:
