@@ -5,16 +5,16 @@ of a span's forward, or of its backward, at once. They are the same kernels on t
 the bits are the same.
 
 A recording reads and writes memory of its own, also that of values that are gone when it ends. So
-every micro-batch that has passed forward and
-waits for its backward has a *slot*: what enters a span is copied there, what leaves it is copied
-from there. A slot is free again after the backward. A span is recorded for everything on which its
-kernels depend: the sizes and strides of values, modes, and whatever else is in `Graphs.signature`.
-The first micro-batch of a kind runs as ever, and warms up what libraries do when they are first
-called; the second is recorded.
+every micro-batch that has passed forward and waits for its backward has a *slot*: what enters a
+span is copied there, what leaves it is copied from there. A slot is free again when nothing can go
+back through it any more. A span is recorded for everything on which its kernels depend: the sizes
+and strides of values, modes, and whatever else is in `Graphs.signature`. The first micro-batch of a
+kind runs as ever, and warms up what libraries do when they are first called; the second is
+recorded.
 
-Python runs only while a span is recorded. What a forward writes into attributes is known from the
-capture, and such spans are not recorded, among others (`why_not`). Whether modules have other
-attributes, hooks or memory is looked at before every pass, and then all is recorded again.
+Python runs only while a span is recorded. Spans of which it is not known what their Python does are
+not recorded (`why_not`, `known_python.py`). What it may read is looked at before every pass: there
+are recordings for each state of the modules.
 
 CUDA graphs for training are in PyTorch's `torch.cuda.make_graphed_callables`, which needs the
 micro-batches in an order that is fixed, and no random numbers that are seeded by call.
@@ -177,7 +177,7 @@ class _Slot:
         forward: the recording.
         calls: the calls that draw random numbers, in order.
         anchor: the leaf in the slot that its graph of autograd begins with.
-        catch: the gradients of the values, once a backward has run or was recorded.
+        caught: the gradients of the values, once a backward has run or was recorded.
         backwards: by which results have gradients, and what these are like.
     """
 
@@ -219,11 +219,11 @@ class _State:
     """What was recorded of modules as they were.
 
     Attributes:
-        places: where their tensors are.
+        addresses: of their tensors.
         known: the kinds of micro-batches that came.
     """
 
-    places: tuple[Any, ...]
+    addresses: Sequence[int]
     known: dict[Any, _Known] = field(default_factory=dict)
 
 
@@ -278,7 +278,8 @@ class Graphs:
         self._is_hooked = bool(hooks) or any(p._backward_hooks for p in self._parameters)
         if key not in self._states and len(self._states) == _STATES:
             self._forget()
-        self._now = self._states.pop(key) if key in self._states else _State(places)
+        addresses = [place[0] for place in places]
+        self._now = self._states.pop(key) if key in self._states else _State(addresses)
         self._states[key] = self._now  # the last that was used
 
     def _forget(self) -> None:
@@ -298,7 +299,7 @@ class Graphs:
         """
         if self._is_hooked or (key is None and self._draws):
             return None
-        if tuple(map(_place, self._tensors)) != self._now.places:
+        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._now.addresses:
             return None  # a forward of this pass has moved one
         like: list[Any] = []
         memory: set[int] = set()
