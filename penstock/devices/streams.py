@@ -8,7 +8,7 @@ model-parallel tutorial leaves this as future work.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -54,17 +54,18 @@ class Handover:
         finally:
             self._after += _recorded(devices)
 
-    def back(self, made: Iterable[Any] = ()) -> None:
+    def back(self, made: Callable[[], Sequence[Any]] = tuple) -> None:
         """The caller goes on; nobody else works any more.
 
         Args:
-            made: what the caller gets from them; values other than tensors do not count.
+            made: gives what the caller gets from them, if that is asked; values other than tensors
+                do not count.
         """
         _await(self._after)
         own = {device: kind_of(device).current_stream(device) for device in self._streams}
         if own == self._streams:
             return
-        for value in made:
+        for value in made():
             if isinstance(value, torch.Tensor) and kind_of(value.device).has_streams:
                 kind = kind_of(value.device)
                 kind.used_on(kind.current_stream(value.device), value)

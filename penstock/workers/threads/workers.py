@@ -211,7 +211,7 @@ class ThreadWorkers(Workers):
         self._pool.check_under_way(current)
         try:
             outcome = Outcome.of(self._pool.finish(current, self._timeout))
-            self._handovers.pop(order.number).back(self._tensors_of(outcome, order))
+            self._handovers.pop(order.number).back(partial(self._tensors_of, outcome, order))
             if self._twins:
                 ends = (self.devices[self._plan.placement[k]] for k in (0, -1))
                 _bring(outcome, *ends)
@@ -227,12 +227,13 @@ class ThreadWorkers(Workers):
             self._unwatch()
         return outcome
 
-    def _tensors_of(self, outcome: Outcome, order: Order) -> Iterator[Any]:
+    def _tensors_of(self, outcome: Outcome, order: Order) -> list[Any]:
         """What the caller gets from a pass, and may let go of while a device still reads it."""
         results = [*outcome.results.values(), *outcome.losses.values(), *outcome.metrics.values()]
-        yield from tree_leaves([*results, *outcome.gradients.values()])
+        found = list(tree_leaves([*results, *outcome.gradients.values()]))
         if order.goes_back:
-            yield from (parameter.grad for parameter in self.ownership.everything())
+            found += [parameter.grad for parameter in self.ownership.everything()]
+        return found
 
     def give_up(self, why: BaseException) -> None:
         """Give up the passes that are under way, and undo them."""
