@@ -39,10 +39,10 @@ from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
 from penstock.engine.batchnorm import BatchNormMode, closed_norms
 from penstock.engine.compiled import COMPILED_WHOLE, check_compiles, compile_options
-from penstock.engine.graphs import check_records
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
+from penstock.engine.recordable import check_records
 from penstock.errors import InputError, PlanError, WorkerError, WorkerTimeout
 from penstock.generation.generate import Options, generate
 from penstock.links.casting import name_of

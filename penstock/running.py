@@ -27,7 +27,7 @@ from penstock.devices.cores import cores
 from penstock.devices.machine import processor
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
-from penstock.engine.graphs import check_recorded
+from penstock.engine.recordable import check_recorded
 from penstock.errors import ClosedError, InputError, WorkerDied, WorkerError
 from penstock.links.casting import in_words
 from penstock.passes import Passes

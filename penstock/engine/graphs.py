@@ -13,8 +13,8 @@ kind runs as ever, and warms up what libraries do when they are first called; th
 recorded.
 
 Python runs only while a span is recorded. Spans of which it is not known what their Python does are
-not recorded (`why_not`, `known_python.py`). What it may read is looked at before every pass: there
-are recordings for each state of the modules.
+not recorded (`recordable.py`, `known_python.py`). What it may read is looked at before every pass:
+there are recordings for each state of the modules.
 
 CUDA graphs for training are in PyTorch's `torch.cuda.make_graphed_callables`, which needs the
 micro-batches in an order that is fixed, and no random numbers that are seeded by call.
@@ -23,15 +23,14 @@ micro-batches in an order that is fixed, and no random numbers that are seeded b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.capture.calls import Ambient, Sizes, ambient
@@ -39,121 +38,22 @@ from penstock.capture.lowering import StageModule
 from penstock.capture.randomness import (
     Key,
     draw,
-    draw_in_python,
     undisturbed,
     undisturbed_within,
 )
-from penstock.capture.watching import is_compiled
 from penstock.devices.kind import Recorder, Recording
 from penstock.devices.kinds import kind_of
 from penstock.devices.layout import ALIGNMENT, alike
 from penstock.devices.settings import Settings
 from penstock.engine.hooks import hooks_of
-from penstock.engine.known_python import PLAIN, is_plain, why_unknown, why_unknown_function
-from penstock.errors import InputError
+from penstock.engine.known_python import PLAIN, is_plain
+from penstock.engine.recordable import GraphError
 from penstock.links.link import Values
 
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 _EVERY = vars(nn.Module()).keys() - {"training"}  # attributes: what modules register, and hooks
 _MOST = 64  # kinds of micro-batches that are recorded
 _PATIENCE = 10.0  # seconds
 _STATES = 4  # of modules, such as training and evaluation, for which recordings are kept
-
-
-class GraphError(RuntimeError):
-    """A span cannot be recorded."""
-
-
-def check_records(compiles: bool, batchnorm: str) -> None:
-    """Raise unless stages of such a pipeline may be recorded.
-
-    Args:
-        compiles: whether they are compiled.
-        batchnorm: as of `Pipeline`.
-
-    Raises:
-        InputError: they may not.
-    """
-    if compiles:
-        raise InputError(
-            "cuda_graphs=True records the model's own kernels, and compile= makes others; with "
-            'compile={"mode": "reduce-overhead"} torch records those'
-        )
-    if batchnorm == "deferred":
-        raise InputError(
-            'cuda_graphs=True does not go with batchnorm="deferred", which looks at BatchNorms '
-            'from Python; use batchnorm="microbatch"'
-        )
-
-
-def check_recorded(stages: int, not_recorded: Mapping[int, str], replicas: int) -> None:
-    """Raise if no stage can be recorded.
-
-    Args:
-        stages: how many there are.
-        not_recorded: why some are not, by number.
-        replicas: of the plan.
-
-    Raises:
-        InputError: none can.
-    """
-    if replicas > 1:
-        raise InputError(
-            f"cuda_graphs=True is for one replica, and the plan has {replicas}; use replicas=1"
-        )
-    if len(not_recorded) == stages:
-        why = "; ".join(f"stage {number}: {why}" for number, why in sorted(not_recorded.items()))
-        raise InputError(f"cuda_graphs=True: no stage can be recorded as CUDA graphs ({why})")
-
-
-def why_not(module: Callable[..., Any], recompute: bool, memories: Sequence[Any]) -> str:
-    """Why a span is not recorded, in words; empty if it is.
-
-    Args:
-        module: of the span.
-        recompute: whether its forward runs again before its backward.
-        memories: what its forward remembers in attributes.
-    """
-    if recompute:
-        return "its forward runs again before its backward"
-    if memories:
-        return "its forward remembers something in attributes"
-    if not isinstance(module, StageModule):
-        return "it is no stretch of recorded calls"
-    for each in module.modules():
-        if isinstance(each, torch.jit.ScriptModule) or is_compiled(each):
-            return f"its module {type(each).__name__} is compiled"
-    if any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
-        return "one of its parameters is of a class of its own"
-    reasons = (_why_not_called(module, node) for node in module.graph.nodes)
-    return next(filter(None, reasons), "")
-
-
-def _why_not_called(module: StageModule, node: fx.Node) -> str:
-    if node.op == "call_module":
-        return why_unknown(module.get_submodule(str(node.target)))
-    if node.op != "call_function":
-        return ""
-    if node.target is draw_in_python:
-        return "it draws random numbers in Python"
-    if node.target is setattr:
-        return "it writes attributes"
-    if str(getattr(node.target, "__module__", "")).startswith("torch.autograd"):
-        return "it computes gradients itself"
-    called = [_held(module, str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
-    if any(isinstance(each, Ambient) and each.casting for each in called):
-        return "a part of it runs under an autocast of its own"
-    modules = (why_unknown(each) for each in called if isinstance(each, nn.Module))
-    functions = (each for each in (node.target, *called) if isinstance(each, _FUNCTIONS))
-    reasons = (*modules, *map(why_unknown_function, functions))
-    return next((f"it {reason}" for reason in reasons if reason), "")
-
-
-def _held(module: nn.Module, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 class _Entered(NamedTuple):
@@ -445,9 +345,12 @@ class Graphs:
         if self._device.type == "cpu":
             yield
             return
-        before = torch.get_rng_state()
+        with _alone():  # a stage on the CPU seeds its generator for each call
+            before = torch.get_rng_state()
         yield
-        if not torch.equal(before, torch.get_rng_state()):
+        with _alone():
+            after = torch.get_rng_state()
+        if not torch.equal(before, after):
             raise GraphError(
                 "this stage cannot be recorded as a CUDA graph: it draws random numbers on the "
                 "CPU. Leave out cuda_graphs=True, or draw them on the GPU (device=x.device)"

@@ -20,8 +20,8 @@ from penstock.devices.kinds import kind_of
 from penstock.engine.batchnorm import check_closed, running_statistics
 from penstock.engine.compiled import Compile
 from penstock.engine.ends import Ending
-from penstock.engine.graphs import why_not
 from penstock.engine.microbatch import check_mergeable
+from penstock.engine.recordable import why_not
 from penstock.engine.span import MicroBatch, Span
 from penstock.errors import InputError
 from penstock.links.once import Crossing
