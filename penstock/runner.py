@@ -160,6 +160,7 @@ class Runner:
             same work; `use` is called by it, or it raises.
         relieve: called between two passes if workers leave.
         plan: that is run.
+        homes: of every stage the device.
         loss_device: where the last stage is.
         workers: who does it.
         counts: of passes that were ordered.
@@ -168,6 +169,7 @@ class Runner:
 
     plan: Plan
     workers: Workers
+    homes: list[torch.device]
     loss_device: torch.device
 
     def __init__(
@@ -216,7 +218,8 @@ class Runner:
         self.plan, self.workers = plan, workers
         if before.is_stopping:
             workers.request_stop()
-        self.loss_device = workers.devices[plan.placement[-1]]
+        self.homes = [workers.devices[worker] for worker in plan.placement]
+        self.loss_device = self.homes[-1]
         self.steps.use(workers.board, plan, len(workers.devices))
         self._user.ownership = workers.ownership
         self._lost = set(self._held)
@@ -527,7 +530,7 @@ class Runner:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
             held = self._held[number]
-            order = replace(held.order, again=True, recorded=False)
+            order = held.order.changed(again=True, recorded=False)
             self._introduce(order)
             with held.before.again() if held.before is not None else nullcontext():
                 self.workers.finish(self.workers.start(order))

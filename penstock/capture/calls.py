@@ -211,7 +211,7 @@ class Ambient(NamedTuple):
     @property
     def casting(self) -> tuple[tuple[str, torch.dtype], ...]:
         """The kinds of devices for which autocast is on, with their dtypes."""
-        return tuple((device, dtype) for device, on, dtype in self.autocast if on)
+        return tuple([(device, dtype) for device, on, dtype in self.autocast if on])
 
     @contextmanager
     def autocasting(self) -> Iterator[None]:
@@ -233,7 +233,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def ambient() -> Ambient:
     """The calling thread's modes that change what a torch call does."""
     autocast = tuple(
-        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
+        [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES]
     )
     return Ambient(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 

@@ -35,10 +35,11 @@ class Handover:
     that comes after them.
 
     Args:
-        devices: all that anybody works on.
+        devices: those with streams that anybody works on.
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
         self._before = _recorded(devices)
         self._after: list[tuple[torch.device, Event]] = []
         self._streams: dict[torch.device, Stream] = {}  # of the others
@@ -47,12 +48,12 @@ class Handover:
     def taken(self, *devices: torch.device) -> Iterator[None]:
         """While open, another thread works on these devices."""
         _await(self._before)
-        with_streams = (device for device in devices if kind_of(device).has_streams)
-        self._streams |= {each: kind_of(each).current_stream(each) for each in with_streams}
+        used = [device for device in devices if device in self._devices]
+        self._streams |= {each: kind_of(each).current_stream(each) for each in used}
         try:
             yield
         finally:
-            self._after += _recorded(devices)
+            self._after += _recorded(used)
 
     def back(self, made: Callable[[], Sequence[Any]] = tuple) -> None:
         """The caller goes on; nobody else works any more.
@@ -71,10 +72,14 @@ class Handover:
                 kind.used_on(kind.current_stream(value.device), value)
 
 
-def _recorded(devices: Iterable[torch.device]) -> list[tuple[torch.device, Event]]:
-    """For every device that has streams an event on the calling thread's current one."""
-    with_streams = (device for device in dict.fromkeys(devices) if kind_of(device).has_streams)
-    return [(each, kind_of(each).current_stream(each).record_event()) for each in with_streams]
+def with_streams(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Those of these devices that have streams, each once."""
+    return [device for device in dict.fromkeys(devices) if kind_of(device).has_streams]
+
+
+def _recorded(devices: Sequence[torch.device]) -> list[tuple[torch.device, Event]]:
+    """For each of these devices an event on the calling thread's current stream."""
+    return [(each, kind_of(each).current_stream(each).record_event()) for each in devices]
 
 
 def _await(events: Iterable[tuple[torch.device, Event]]) -> None:

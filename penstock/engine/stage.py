@@ -116,7 +116,8 @@ class Stage:
         """
         self.microbatches, self.wanted = microbatches, wanted
         for span in chain.from_iterable(self.ways):
-            span.begin()
+            if span.recorded_on is not None:
+                span.begin()
         self.norms.begin()
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -192,6 +192,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.Tensor):
             number = self._number(obj)
             return super().reducer_override(obj) if number is None else (_found, (number,))
+        if isinstance(obj, (type, FunctionType)) and _is_ours(obj):  # every process can import it
+            return NotImplemented
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
             return _made_again, (type(obj), obj.args), vars(obj) or None
         if isinstance(obj, CodeType):  # cloudpickle 3.1.3 forgets the file, which tracebacks show
@@ -249,6 +251,13 @@ class _ReferringPacker(_Packer):
         if isinstance(obj, (torch.Tensor, nn.Module)) and id(obj) in self._known:
             return _found, (-1 - self._known[id(obj)],)
         return super().reducer_override(obj)
+
+
+def _is_ours(obj: type | FunctionType) -> bool:
+    """Whether this is at the top of one of Penstock's modules; cloudpickle takes long to see it."""
+    module = obj.__module__ or ""
+    own = module.startswith("penstock.") and getattr(sys.modules.get(module), obj.__name__, None)
+    return own is obj
 
 
 def _code_of(filename: str, make: Callable[..., CodeType], args: tuple[Any, ...]) -> CodeType:

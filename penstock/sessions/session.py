@@ -13,12 +13,11 @@ from weakref import WeakSet
 import torch
 
 from penstock.account.record import CALL
-from penstock.capture import Attribute, Program, Ref, Sizes, Trace
+from penstock.capture import Program, Ref, Sizes, Trace
 from penstock.capture.attributes import find
-from penstock.capture.calls import INPUTS, Size, TensorInfo
+from penstock.capture.calls import INPUTS, TensorInfo
 from penstock.capture.cuts import Apart
 from penstock.capture.dims import BatchDim, Dynamic
-from penstock.capture.numbers import Number
 from penstock.capture.signatures import Inputs
 from penstock.capture.states import states_in
 from penstock.capture.trees import (
@@ -210,7 +209,7 @@ class Sessions:
                 )
                 since = self._since(way, order.number) if weights_stay else -1
                 self._weights_since = since if weights_stay else None
-                order = replace(order, weights_since=since)
+                order = order.changed(weights_since=since)
                 order = self.together.tell_start(order, routed, states)
                 self._passes += 1
                 started = runner.start(order)
@@ -414,23 +413,20 @@ class Sessions:
 
     def _leaves_of(self, done: Pass, outcome: Outcome) -> list[Any]:
         """The leaves of the model's result, of which states are `Resident`s."""
-        way, trace, session = done.way, done.way.trace, done.session
-        values = dict(zip(way.outputs, outcome.parts[0], strict=True))
-        homes = [self._runner.workers.devices[k] for k in self._runner.plan.placement]
-        leaves: list[Any] = []
-        for k, leaf in enumerate(trace.outputs):
-            if k in way.kept:
-                number, stage = done.states.first + k, way.kept[k]
-                shape, made = outcome.kept[number], trace.info(leaf).shape
-                value = Value(number, stage, session.replica, shape, made, self._living)
-                leaves.append(Resident(shape, homes[stage], Seen(value)))
-            elif k in way.apart.outputs:
-                leaves.append(done.leaves[leaf.leaf])
-            elif isinstance(leaf, (Ref, Attribute)):
-                leaves.append(values[leaf])
-            else:
-                known = isinstance(leaf, (Size, Number))
-                leaves.append(leaf.at(done.sizes) if known else leaf)
+        origins, shapes, (values,) = done.way.origins, outcome.kept, outcome.parts
+        first, replica, living = done.states.first, done.session.replica, self._living
+        homes = self._runner.homes
+        leaves = list(origins.leaves)
+        for k, stage, made in origins.kept:
+            shape = shapes[first + k]
+            value = Value(first + k, stage, replica, shape, made, living)
+            leaves[k] = Resident(shape, homes[stage], Seen(value))
+        for k, leaf in origins.passed:
+            leaves[k] = done.leaves[leaf]
+        for k, number in origins.brought:
+            leaves[k] = values[number]
+        for k, size in origins.sized:
+            leaves[k] = size.at(done.sizes)
         return leaves
 
     def call(self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -298,7 +298,7 @@ class Together:
         )
         with self.telling(start):
             pass
-        return replace(order, to_all=self._to_all)
+        return order.changed(to_all=self._to_all)
 
     # -- in the others --------------------------------------------------------------------
 

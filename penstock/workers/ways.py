@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.capture import Attribute, Join, Program, Ref, Sizes, Trace, Value
 from penstock.capture.attributes import find, named_tensors
+from penstock.capture.calls import Size
 from penstock.capture.cuts import NOTHING, Apart
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
-from penstock.capture.numbers import PASSED
+from penstock.capture.numbers import PASSED, Number
 from penstock.capture.preserve import own_generators
 from penstock.devices.kinds import kind_of
 from penstock.engine.batchnorm import check_closed, running_statistics
@@ -62,6 +64,24 @@ class NewWay:
     crossing: Mapping[int, Crossing] = field(default_factory=dict)
 
 
+class Origins(NamedTuple):
+    """Where the leaves of a session's result come from; each by its number.
+
+    Attributes:
+        leaves: those that are the same for every call; something for each of the others.
+        kept: the stage that keeps a value, and how its sizes depend on those of the inputs.
+        passed: which input a leaf is.
+        brought: which of the last stage's values a leaf is.
+        sized: what a leaf is computed with from the sizes.
+    """
+
+    leaves: list[Any]
+    kept: list[tuple[int, int, Any]]
+    passed: list[tuple[int, int]]
+    brought: list[tuple[int, int]]
+    sized: list[tuple[int, Size | Number]]
+
+
 @dataclass(frozen=True)
 class Way:
     """One way through the model.
@@ -83,6 +103,21 @@ class Way:
     taken: Mapping[int, int] = field(default_factory=dict)
     kept: Mapping[int, int] = field(default_factory=dict)
     crossing: frozenset[str] = frozenset()
+
+    @cached_property
+    def origins(self) -> Origins:
+        """Where the leaves of the result come from, in a session."""
+        found = Origins(list(self.trace.outputs), [], [], [], [])
+        for k, leaf in enumerate(self.trace.outputs):
+            if k in self.kept:
+                found.kept.append((k, self.kept[k], self.trace.info(leaf).shape))
+            elif k in self.apart.outputs:
+                found.passed.append((k, leaf.leaf))
+            elif isinstance(leaf, (Ref, Attribute)):
+                found.brought.append((k, self.outputs.index(leaf)))
+            elif isinstance(leaf, (Size, Number)):
+                found.sized.append((k, leaf))
+        return found
 
     @property
     def joins(self) -> list[Join]:

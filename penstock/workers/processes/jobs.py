@@ -292,7 +292,7 @@ class RunPass:
         share, _ = replica.part_of(self.order.replica, len(self.order.microbatches))
         values = [v if k in share else () for k, v in enumerate(self.order.values)]
         gradients = {k: g for k, g in self.order.gradients.items() if k in share}
-        return replace(self, order=replace(self.order, values=values, gradients=gradients))
+        return replace(self, order=self.order.changed(values=values, gradients=gradients))
 
     def __call__(self, own: WorkerState) -> Outcome:
         """What has come of it; gradients are in the slot."""
@@ -311,9 +311,9 @@ class RunPass:
         if self.gradients is not None:
             own.begin(self.gradients)
         if self.kind is not None:
-            own.kinds[self.kind] = replace(self.order, microbatches=(), values=())
+            own.kinds[self.kind] = self.order.changed(microbatches=(), values=())
         assembly = own.assemblies[self.order.training]
-        order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
+        order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
         has_work = bool(own.replica.part_of(order.replica, len(order.microbatches))[0])
         keeping = unchanged(loss) if own.replica.of > 1 else nullcontext()
         try:
@@ -371,8 +371,7 @@ class RunLike:
         """What has come of it."""
         microbatch = MicroBatch(self.sizes, RandomKey(*self.key), self.way, States(*self.states))
         values = () if self.values is None else (self.values,)
-        order = replace(
-            own.kinds[self.kind],
+        order = own.kinds[self.kind].changed(
             number=self.number,
             microbatches=(microbatch,),
             values=values,

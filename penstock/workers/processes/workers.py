@@ -254,7 +254,7 @@ class ProcessWorkers(Workers):
         self._losses.note(order.loss)
         loss = None if order.loss is None else packed_loss(order.loss, order.what == "train")
         replicas, count = self._plan.replicas, len(order.microbatches)
-        order = replace(order, before=self._ran) if replicas > 1 else order
+        order = order.changed(before=self._ran) if replicas > 1 else order
         try:
             backups = [self.ownership.backup(place, order.goes_back) for place in self._places]
             self._backups.begin(order.number, backups)
@@ -296,7 +296,7 @@ class ProcessWorkers(Workers):
         remote.check()
         is_first, is_last = placement[0] == place, placement[-1] == place
         return RunPass(
-            order=replace(order.part(is_first, is_last), loss=None, wanted=None),
+            order=order.part(is_first, is_last).changed(loss=None, wanted=None),
             loss=loss if is_last else None,
             gradients=None if order.what == "infer" else self._shared.before(place),
             training=remote.training(),

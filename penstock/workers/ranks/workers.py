@@ -405,7 +405,7 @@ class RankWorkers(Workers):
         for line in self._lines:
             line.expect(kinds)
         part = order.part(self.role.has_inputs, self.role.has_loss)
-        part = replace(part, wanted=self.ownership.own(self._place, order.wanted))
+        part = part.changed(wanted=self.ownership.own(self._place, order.wanted))
         assembly = self._assemblies[order.training]
         if self._ring is None or self._total is None:
             with own_casts():

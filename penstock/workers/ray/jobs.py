@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -279,7 +279,7 @@ class StartPass:
             attributes = unpack(*self.attributes) if self.attributes else {}
         for mode, number in self.forgotten:
             own.rank.forget(mode, number)
-        order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
+        order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
         before = partial(self._prepare, own, attributes)
         own.tickets.append((order, own.rank.start_after(before, order)))
 

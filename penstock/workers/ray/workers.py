@@ -289,12 +289,12 @@ class RayWorkers(Workers):
         share = self._share(member, order)
         if len(share) < len(order.microbatches):
             values = [v if k in share else () for k, v in enumerate(part.values)]
-            part = replace(part, values=values)
+            part = part.changed(values=values)
         values = [tuple(map(_detached, each)) for each in part.values]
         wanted = self.ownership.own(place, order.wanted)
         asking = part.values
         return StartPass(
-            order=replace(part, loss=None, wanted=None, values=_asking(values, asking)),
+            order=part.changed(loss=None, wanted=None, values=_asking(values, asking)),
             loss=loss if is_last else None,
             news=news,
             training=training,
