@@ -44,6 +44,8 @@ KINDS = {
     "state space or recurrent": STATES,
     "encoder and decoder": ENCODERS,
 }
+EVERYWHERE = (*CAUSAL[:12], *EXPERTS[:4], *WINDOWS[:4], *STATES[:4], *ENCODERS[:6])
+"""Those that are generated with in worker processes and under torchrun, too."""
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 10},
     "sampled": {"max_new_tokens": 8, "do_sample": True},
