@@ -238,6 +238,12 @@ def ambient() -> Ambient:
     return Ambient(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 
 
+def casting_now() -> tuple[tuple[str, torch.dtype], ...]:
+    """Those of the calling thread's modes that say what is cast, as `Ambient.casting`."""
+    on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
+    return tuple([(d, torch.get_autocast_dtype(d)) for d in on])
+
+
 @dataclass(slots=True)
 class Call:
     """One recorded operation.

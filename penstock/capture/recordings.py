@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Size, Sizes, Trace, Value, ambient, input_leaves
+from penstock.capture.calls import ROWS, Size, Sizes, Trace, Value, casting_now, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.guards import MOST_WAYS, Guards, check_stable
@@ -104,7 +104,7 @@ class Recordings:
         known = self._of[training]
         signature = self._signatures.of(leaves)
         sizes = signature.varying.sizes(leaves)
-        casting = None if self._was_on_meta else ambient().casting
+        casting = None if self._was_on_meta else casting_now()
         for each in known:
             if each.signature is not signature:
                 continue
@@ -172,7 +172,7 @@ class Recordings:
         each = self._recording_of(trace)
         return (
             each is not None
-            and (self._was_on_meta or ambient().casting == each.casting)
+            and (self._was_on_meta or casting_now() == each.casting)
             and each.has_seen(sizes)
         )
 
@@ -325,7 +325,7 @@ class _Recording:
         self._compared = set(self._others)
         self._new = 0
         self._has_ended = False
-        self.casting = ambient().casting
+        self.casting = casting_now()
         self.guards = Guards(model, trace.reads)
         self._model = model
         self._questions: fx.GraphModule | None = None

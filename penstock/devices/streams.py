@@ -201,9 +201,7 @@ class Ahead:
 
     def clear(self) -> None:
         """Forget all values."""
-        self._left: deque[tuple[int, Sequence[Any]]] = deque()
-        self._started: dict[int, _Started] = {}
-        self._reading: list[Event] = []
+        self.begin({})
 
     def begin(self, values: Mapping[int, Sequence[Any]]) -> None:
         """A pass begins; what is on the device is left alone, and not `in` here.
@@ -211,11 +209,17 @@ class Ahead:
         Args:
             values: of micro-batches, by number, in the order in which they are needed.
         """
-        self.clear()
-        self._left.extend(item for item in values.items() if not self._are_here(item[1]))
-        self._go_on()
+        self._left: deque[tuple[int, Sequence[Any]]] = deque(
+            [item for item in values.items() if not self._are_here(item[1])]
+        )
+        self._started: dict[int, _Started] = {}
+        self._reading: list[Event] = []
+        if self._left:
+            self._go_on()
 
     def __contains__(self, number: int) -> bool:
+        if not self._started:  # nothing is left either, then
+            return False
         return number in self._started or any(number == other for other, _ in self._left)
 
     def take(self, number: int) -> Sequence[Any]:
@@ -238,7 +242,10 @@ class Ahead:
         self._reading.clear()
 
     def _are_here(self, values: Sequence[Any]) -> bool:
-        return not any(isinstance(v, torch.Tensor) and v.device != self._device for v in values)
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.device != self._device:
+                return False
+        return True
 
     def _go_on(self) -> None:
         while self._left and len(self._started) < _AT_ONCE:

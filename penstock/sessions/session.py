@@ -433,6 +433,8 @@ class Sessions:
         """One pass, on all processes that run the script; all get the result."""
         if self.together.follows:
             return self._followed(session, args, kwargs)
+        if self.together.is_alone:
+            return self.finish(self.start(session, args, kwargs))
         with self.together.leading(_CALL):
             return self.finish(self.start(session, args, kwargs))
 
