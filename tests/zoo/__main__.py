@@ -90,6 +90,13 @@ def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
         in_two = {r.model or r.name for r in results if list(r.stages) == [STAGES[0]]}
         few = sum(name in in_two for name in exact)
         lines += ["", f"Of the exact ones {few} have places for {STAGES[0]} stages only."]
+        plans = [plan for r in results for plan in r.ran if plan.startswith("automatic plan")]
+        alone = sum(plan.endswith("m=1") for plan in plans)
+        if plans:
+            lines[-1] += (
+                f" Of {len(plans)} automatic plans {alone} have one micro-batch: with models as small "
+                "as these, more of them are predicted to be slower."
+            )
     exceptions = [r for r in results if r.line or r.status != "exact"]
     if exceptions:
         lines += ["", "| exception | family | what | why |", "|---|---|---|---|"]
