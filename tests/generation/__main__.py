@@ -27,7 +27,8 @@ from penstock.bench.record import ROOT
 from tests.generation.architectures import EVERYWHERE, KINDS, MODES
 
 PAGE, DATA = ROOT / "docs/generated.md", record.DATA / "generated.json"
-_SECONDS = 1800  # that one architecture may take
+_SECONDS = 1800  # that one architecture may take, or a job of torchrun
+_TOGETHER = 10  # architectures in a job of torchrun
 
 HEAD = """# Architectures that generate
 
@@ -53,10 +54,10 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
-    parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        _leave(*options.rank_of)
+        _leave(options.rank_of, options.names)
         return
     columns = [(workers, stages) for workers in options.workers for stages in options.stages]
     if options.alone:
@@ -65,11 +66,21 @@ def main() -> None:
     known = {name: kind for kind, names in KINDS.items() for name in names}
     found: dict[str, Any] = {}
     names = options.names or list(known)
+    everywhere = options.names or list(EVERYWHERE)
     with ThreadPoolExecutor(options.jobs) as jobs:
-        results = jobs.map(lambda name: _apart(name, options), names)
-        for number, (name, result) in enumerate(zip(names, results, strict=True)):
-            found[name] = result
-            counts = Counter(v for of in result.values() for v in of.values())
+        ranks = [
+            (p, jobs.submit(by_ranks, everywhere[k : k + _TOGETHER], p))
+            for p in (options.stages if "ranks" in options.workers else ())
+            for k in range(0, len(everywhere), _TOGETHER)
+        ]
+        apart = jobs.map(lambda name: _apart(name, options), names)
+        for p, job in ranks:
+            for name, verdicts in job.result().items():
+                found.setdefault(name, {})[f"ranks, {p}"] = verdicts
+                print(f"{name}, {p} ranks: {dict(Counter(verdicts.values()))}", flush=True)
+        for number, (name, of) in enumerate(zip(names, apart, strict=True)):
+            found.setdefault(name, {}).update(of)
+            counts = Counter(v for verdicts in found[name].values() for v in verdicts.values())
             print(f"{number + 1}/{len(names)} {name}: {dict(counts)}", flush=True)
     if not options.names:
         _write(found, known, columns)
@@ -87,48 +98,56 @@ def _all_of(name: str, columns: list[tuple[str, int]]) -> dict[str, dict[str, st
     tolerate_missing_torchvision_operators()
     from tests.generation.architectures import check
 
-    return {
-        f"{workers}, {p}": by_ranks(name, p) if workers == "ranks" else check(name, workers, p)
-        for workers, p in columns
-    }
+    return {f"{workers}, {p}": check(name, workers, p) for workers, p in columns}
 
 
-def by_ranks(name: str, ranks: int) -> dict[str, str]:
-    """The same under torchrun: what the first rank has found whose tokens are not exact."""
+def by_ranks(names: Sequence[str], ranks: int) -> dict[str, dict[str, str]]:
+    """The same under torchrun, in one job: of all ranks what is not exact."""
     with TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "-m", "tests.generation"]
-        done = subprocess.run(
-            [*command, "--rank-of", name, directory], capture_output=True, text=True, check=False
-        )
-        files = [Path(directory) / f"{rank}.json" for rank in range(ranks)]
-        found = [json.loads(file.read_text()) for file in files if file.exists()]
-    if len(found) < ranks:
-        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        return dict.fromkeys(MODES, f"error: a rank has left nothing: {last[0][:300]}")
-    return {mode: _first_other([of[mode] for of in found]) for mode in MODES}
+        command += ["--rank-of", directory, *names]
+        job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            _, said = job.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # with its ranks
+            _, said = job.communicate()
+        last = said.strip().splitlines()[-1:] or ["no output"]
+        nothing = dict.fromkeys(MODES, f"error: a rank has left nothing: {last[0][:300]}")
+        found = {}
+        for name in names:
+            files = [Path(directory) / f"{name}-{rank}.json" for rank in range(ranks)]
+            left = [json.loads(file.read_text()) if file.exists() else nothing for file in files]
+            found[name] = {mode: _first_other([of[mode] for of in left]) for mode in MODES}
+    return found
 
 
 def _first_other(verdicts: Sequence[str]) -> str:
     return next((verdict for verdict in verdicts if verdict != "exact"), "exact")
 
 
-def _leave(name: str, directory: str) -> None:
-    """As a rank of torchrun, leave a file with what has come of it."""
+def _leave(directory: str, names: Sequence[str]) -> None:
+    """As a rank of torchrun, leave a file for each architecture with what has come of it."""
     from penstock.loading import tolerate_missing_torchvision_operators
 
     tolerate_missing_torchvision_operators()
     from tests.generation.architectures import check
 
-    found = check(name, "torchrun", int(os.environ["WORLD_SIZE"]))
-    (Path(directory) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    for name in names:
+        found = check(name, "torchrun", int(os.environ["WORLD_SIZE"]))
+        file = Path(directory) / f"{name}-{os.environ['RANK']}.json"
+        file.write_text(json.dumps(found))
 
 
 def _apart(name: str, options: Any) -> dict[str, dict[str, str]]:
     """The same in a process of its own, which may crash or hang."""
     command = [sys.executable, "-m", "tests.generation", "--alone", name, "--workers"]
     in_full = bool(options.names) or name in EVERYWHERE
-    command += [w for w in options.workers if in_full or w == "threads"]
+    kinds = [w for w in options.workers if (in_full and w != "ranks") or w == "threads"]
+    if not kinds:
+        return {}
+    command += kinds
     command += ["--stages", *map(str, options.stages)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
@@ -155,8 +174,8 @@ def _write(found: dict[str, Any], kinds: dict[str, str], columns: list[tuple[str
         lines="|".join(["---"] * len(head)),
     )
     notes: dict[str, None] = {}
-    for name, of in found.items():
-        cells = []
+    for name in kinds:
+        of, cells = found[name], []
         for workers, p in columns:
             verdicts = of.get(f"{workers}, {p}") or of.get("all")
             if verdicts is None:

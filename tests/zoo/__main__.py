@@ -94,8 +94,8 @@ def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
         alone = sum(plan.endswith("m=1") for plan in plans)
         if plans:
             lines[-1] += (
-                f" Of {len(plans)} automatic plans {alone} have one micro-batch: with such small models"
-                " more of them are predicted to be slower."
+                f" Of {len(plans)} automatic plans {alone} have one micro-batch: with models so"
+                " small, more of them are predicted to be slower."
             )
     exceptions = [r for r in results if r.line or r.status != "exact"]
     if exceptions:
