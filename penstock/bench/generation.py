@@ -88,7 +88,7 @@ class Settings:
 
     rounds: int
     scout: int = 2
-    counts: tuple[int, ...] = (1, 2, 4, 8)
+    counts: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     further: int = 3
     passes: int = 50
 
@@ -560,7 +560,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = record.parser("generation", __doc__)
     parser.add_argument("--models", default=",".join(writers(quick=True)))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--rows", type=int, help="sequences; by default 32")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        help="sequences; by default 36",
+    )
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
     if options.rounds < 2:
