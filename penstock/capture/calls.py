@@ -431,6 +431,8 @@ class Trace:
         reads: what Python has read besides, see `Reads`.
         only_at: sizes that inputs must have, where it holds for no others.
         shared: plain objects that a forward changes, and the modules that have them.
+        handed_back: the objects of the result that are arguments: for the leaf of the result the
+            leaf of `(args, kwargs)` that is the same object, both without opening objects.
     """
 
     inputs: tuple[Any, ...]
@@ -445,6 +447,7 @@ class Trace:
     questions: Trace | None = None
     answers: tuple[bool, ...] = ()
     joins: tuple[Join, ...] = ()
+    handed_back: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def join(self, value: Value) -> Join:
         """How a value that is a leaf of the result is put together from micro-batches."""

@@ -363,9 +363,16 @@ class _Capturer:
             return
         sizes = self.program.signatures.of(leaves).varying.sizes(leaves)
         differing = self._differing(trace, leaves, training, sizes)
-        if by_shapes(self.opening, trace, sizes, lambda: differing(True) is None):
-            return
-        path = differing(False)
+        try:
+            if by_shapes(self.opening, trace, sizes, lambda: differing(True) is None):
+                return
+            path = differing(False)
+        except Unrecordable as problem:
+            raise CaptureError(
+                f"with {describe(sizes)} the forward cannot be recorded again: {problem}. If "
+                "another thread draws from torch's default generator meanwhile, that looks as if "
+                "the forward did: give it a generator of its own"
+            ) from problem
         if path is not None:
             raise CaptureError(
                 f"with {describe(sizes)} the model does something else than at the captured "

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Generator as Iterated
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -76,7 +77,8 @@ class Job:
         self.error: Exception | None = None
         self.is_over = False
         self._tokens: deque[torch.Tensor] = deque()
-        self._seen = self._given = 0
+        self._seen = self._given = 0  # tokens of each sequence, and of these those that were given
+        self._is_prompted = False
 
     def taken(self) -> Iterator[Tokens]:
         """The new tokens that were not taken yet."""
@@ -85,14 +87,21 @@ class Job:
 
     def begin(self) -> None:
         """It begins, perhaps again: tokens that come once more are left out."""
-        self._seen = 0
+        self._seen, self._is_prompted = 0, False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt at first, then one token for each sequence; called by `generate`."""
-        if self._seen > self._given:
-            self._given = self._seen
-            self._tokens.append(value.reshape(-1).cpu())
-        self._seen += 1
+        """Take the prompt at first, then new tokens; called by `generate`.
+
+        It gives one token for each sequence, or, with an assistant, several for its only one.
+        """
+        if not self._is_prompted:
+            self._is_prompted = True
+            return
+        for tokens in value.cpu().unbind(1) if value.ndim == 2 else (value.reshape(-1).cpu(),):
+            self._seen += 1
+            if self._seen > self._given:
+                self._given = self._seen
+                self._tokens.append(tokens)
 
     def end(self) -> None:
         """Nothing more will come; called by `generate`."""
@@ -204,11 +213,20 @@ class Generator:
         """A job from its beginning."""
 
         def generate(script: Script) -> Any:
-            model = stand_in(self._model, lambda *a, **k: script.ask(named(self._model, a, k)))
+            asked = count()
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                next(asked)
+                return script.ask(named(self._model, args, kwargs))
+
             kwargs = dict(job.group.kwargs)
             if job.streams:
                 kwargs["streamer"] = job
-            return model.generate(*job.group.args, **kwargs)  # type: ignore[operator]
+            model: Any = stand_in(self._model, forward)
+            result = model.generate(*job.group.args, **kwargs)
+            if not next(asked):
+                _check_calls_itself(self._model)
+            return result
 
         job.begin()
         script = Script(generate, job.seed, self._threads)
@@ -291,6 +309,24 @@ class Generator:
 _MOST_BEGINNINGS = 5
 
 
+def _check_calls_itself(model: nn.Module) -> None:
+    """Raise if a model's `generate`, which has not called the model, may be that of a part of it.
+
+    Raises:
+        InputError: a part has a `generate`, too.
+    """
+    parts = [
+        (n, m) for n, m in model.named_modules() if n and callable(getattr(m, "generate", None))
+    ]
+    if parts:
+        name, part = parts[-1]
+        raise InputError(
+            f"the generate() of {type(model).__name__} has not called the model, but a part of it, "
+            f"so nothing of it ran in the pipeline. Build the pipeline of that part, "
+            f"model.{name} ({type(part).__name__})"
+        )
+
+
 def _is_of_transformers(model: nn.Module) -> bool:
     """Whether its `generate` is that of transformers."""
     where = getattr(getattr(type(model), "generate", None), "__module__", None) or ""
@@ -351,14 +387,18 @@ def _tokens(
     else:
         size = 1 if options.rowwise else options.group_size
         groups = groups_of(args, kwargs, size, sessions.width)
+    _check_apart(groups)
+    groups = [_with_own_numbers(group) for group in groups]
     most = options.in_flight or sessions.most
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
     generator = Generator(model, sessions, most, threads)
-    return _generated(generator, jobs, None if listed else _padding(model, kwargs))
+    if listed:
+        return _generated(generator, jobs, None, 0)
+    return _generated(generator, jobs, _padding(model, kwargs), _num_beams(model, kwargs))
 
 
 def _generated(
-    generator: Generator, jobs: Sequence[Job], padding: int | None
+    generator: Generator, jobs: Sequence[Job], padding: int | None, beams: int
 ) -> Iterated[Tokens, None, Any]:
     """Generate these; yields tokens as `run` does.
 
@@ -366,12 +406,13 @@ def _generated(
         generator: does it.
         jobs: the groups.
         padding: the token that groups are padded with; `None` if they stay apart.
+        beams: of every sequence; 0 if they stay apart.
 
     Returns:
         what they have returned, together or in a list; nothing if their tokens were wanted.
     """
     yield from run(generator, jobs)
-    results = [job.result for job in jobs]
+    results = [_beams_of_the_batch(job.result, job.group.rows[0] * beams) for job in jobs]
     if any(job.streams for job in jobs):
         return None
     return results if padding is None else merged(results, padding)
@@ -462,24 +503,70 @@ def _padding(model: nn.Module, kwargs: Mapping[str, Any]) -> int:
     return 0
 
 
+def _num_beams(model: nn.Module, kwargs: Mapping[str, Any]) -> int:
+    """How many beams transformers has for every sequence."""
+    given = kwargs.get("generation_config"), getattr(model, "generation_config", None)
+    candidates = [kwargs.get("num_beams"), *(getattr(c, "num_beams", None) for c in given)]
+    return next((int(beams) for beams in candidates if beams is not None), 1)
+
+
 def _prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Group]:
     """A list of prompts of any lengths, each a group of its own.
 
     Raises:
         InputError: one is no tensor of tokens, or there is none.
     """
+    if kwargs.get("attention_mask") is not None:
+        raise InputError(
+            "prompts in a list have no padding, so leave attention_mask out; padded prompts are "
+            "one tensor"
+        )
     groups = []
     for k, prompt in enumerate(args[0]):
-        if not isinstance(prompt, torch.Tensor) or prompt.ndim not in (1, 2) or not prompt.numel():
+        is_tensor = isinstance(prompt, torch.Tensor)
+        what = f"a tensor of shape {tuple(prompt.shape)}" if is_tensor else type(prompt).__name__
+        is_one = is_tensor and (prompt.ndim == 1 or (prompt.ndim == 2 and len(prompt) == 1))
+        if not is_one or not prompt.numel():
             raise InputError(
-                f"prompt {k} is a {type(prompt).__name__}, not a tensor of tokens: a list of "
-                "prompts has a tensor of shape (length,) or (1, length) for each"
+                f"prompt {k} is {what}: a list of prompts has for each a tensor of its tokens, "
+                "one at least, of shape (length,) or (1, length)"
             )
         own = prompt.reshape(1, -1) if prompt.ndim == 1 else prompt
         groups.append(Group(range(k, k + 1), (own, *args[1:]), kwargs))
     if not groups:
         raise InputError("there are no prompts in the list")
     return groups
+
+
+_OF_ALL = ("past_key_values", "cache_params", "state")  # what all calls of a model write into
+
+
+def _check_apart(groups: Sequence[Group]) -> None:
+    """Raise if several groups would write into one cache.
+
+    Raises:
+        InputError: they would.
+    """
+    for name in _OF_ALL if len(groups) > 1 else ():
+        value = groups[0].kwargs.get(name)
+        if value is not None and value is groups[1].kwargs[name]:
+            raise InputError(
+                f"{name}= is one {type(value).__name__}, and there are {len(groups)} groups of "
+                "sequences, each of which would write into it. Leave it out, or have one group: "
+                "group_size= the number of sequences"
+            )
+
+
+def _with_own_numbers(group: Group) -> Group:
+    """A group whose functions are told the numbers that its sequences have in the batch."""
+    allowed = group.kwargs.get("prefix_allowed_tokens_fn")
+    if allowed is None or not group.rows[0]:
+        return group
+
+    def shifted(row: int, tokens: torch.Tensor) -> Any:
+        return allowed(group.rows[0] + row, tokens)
+
+    return replace(group, kwargs={**group.kwargs, "prefix_allowed_tokens_fn": shifted})
 
 
 def groups_of(
@@ -560,9 +647,27 @@ def _joined_output(results: Sequence[Any], padding: int) -> Any:
     values: dict[str, Any] = {}
     for name in results[0]:
         parts = [result[name] for result in results]
-        is_sequences = isinstance(parts[0], torch.Tensor) and name == "sequences"
-        values[name] = _joined(parts, padding) if is_sequences else _along_rows(parts)
+        pads = {"sequences": padding, "beam_indices": _NO_BEAM}
+        is_padded = isinstance(parts[0], torch.Tensor) and name in pads
+        values[name] = _joined(parts, pads[name]) if is_padded else _along_rows(parts)
     return type(results[0])(**values)
+
+
+_NO_BEAM = -1  # as transformers marks where a sequence has ended
+
+
+def _beams_of_the_batch(result: Any, first: int) -> Any:
+    """An output of transformers' `generate` whose beams have the numbers that they have in a batch.
+
+    Args:
+        result: of a group.
+        first: the number in the batch that its first beam has.
+    """
+    beams = result.get("beam_indices") if isinstance(result, Mapping) else None
+    if not isinstance(beams, torch.Tensor) or not first:
+        return result
+    values = {**result, "beam_indices": torch.where(beams < 0, beams, beams + first)}
+    return type(result)(**values)
 
 
 def _along_rows(parts: Sequence[Any]) -> Any:

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+
+from penstock.capture.calls import ambient
+from penstock.capture.randomness import undisturbed
 
 _TIMEOUT = 60.0  # seconds that a script may take to hear that it is cancelled
 
@@ -54,7 +58,8 @@ class Script:
     """A function that runs by turns with the thread that resumes it.
 
     Torch's default generator is the script's own while it runs, so what one draws does not depend
-    on when others do.
+    on when others do. It runs under the autocast and in the context variables of whoever has made
+    it.
 
     Args:
         function: is given the script, and calls its `ask`.
@@ -68,6 +73,8 @@ class Script:
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._events: SimpleQueue[Request | Ended | _Failed] = SimpleQueue()
         self._random = torch.Generator().manual_seed(seed).get_state()
+        self._outer = self._random  # the state of the default generator while it does not run
+        self._modes, self._context = ambient(), copy_context()
         self._thread: threading.Thread | None = None
         self._is_over = False
 
@@ -81,18 +88,12 @@ class Script:
         Raises:
             Exception: what the function raises.
         """
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self._random)
-        try:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
-                self._thread.start()
-            else:
-                self._answers.put((answer, error))
-            event = self._events.get()
-        finally:
-            self._random = torch.get_rng_state()
-            torch.set_rng_state(outer)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
+            self._thread.start()
+        else:
+            self._answers.put((answer, error))
+        event = self._events.get()
         if isinstance(event, Request):
             return event
         self._is_over = True
@@ -113,8 +114,10 @@ class Script:
 
     def ask(self, what: Any) -> Any:
         """Ask whoever has resumed the script for something; called by its function."""
+        self._rest()
         self._events.put(Request(what))
         answer, error = self._answers.get()
+        self._go_on()
         if error is not None:
             try:
                 raise error
@@ -124,11 +127,28 @@ class Script:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
+        event: Ended | _Failed | None = None
+        self._go_on()
         try:
-            result = self._function(self)
+            with self._modes.autocasting():
+                event = Ended(self._context.run(self._function, self))
         except Cancelled:  # nobody waits; kept, its traceback would keep all that the function has
             return
         except BaseException as error:
-            self._events.put(_Failed(error))
-        else:
-            self._events.put(Ended(result))
+            event = _Failed(error)
+        finally:
+            self._rest()
+        self._events.put(event)
+        del event
+
+    def _go_on(self) -> None:
+        """Take the default generator, which calls of other threads are kept from seeding."""
+        undisturbed().__enter__()
+        self._outer = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+
+    def _rest(self) -> None:
+        """Give it back as it was."""
+        self._random = torch.get_rng_state()
+        torch.set_rng_state(self._outer)
+        undisturbed().__exit__(None, None, None)

@@ -96,6 +96,10 @@ class Value:
         self.living = living
         living.add(self, shape)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Value:
+        """Itself: workers do not change a value that they keep."""
+        return self
+
 
 class Seen(NamedTuple):
     """What a resident is made of.

@@ -24,6 +24,7 @@ from penstock.capture.trees import (
     flatten_result,
     is_plain_object,
     unflatten,
+    unopened,
 )
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import Opened
@@ -395,14 +396,16 @@ class Sessions:
             told = self.together.telling(Finish(done.started.order.number))
             with self._runner.steps.failing(), told:
                 outcome = self._runner.finish(done.started)
+            done.way = self._runner.ways(done.training)[done.number]  # others may have taken over
+            leaves = self._leaves_of(done, outcome)
         except BaseException:
             self._lose(done.states, done.way)
             raise
         trace, session = done.way.trace, done.session
-        leaves = self._leaves_of(done, outcome)
         if done.familiar and session.result is not None:
             return session.result.put(leaves)
-        result = _into_given(unflatten(trace.output_structure, leaves), (done.args, done.kwargs))
+        made, given = unflatten(trace.output_structure, leaves), (done.args, done.kwargs)
+        result = _into_given(made, given, trace.handed_back)
         session.result = FamiliarResult.of(result, trace)
         session.familiar = None
         if session.result is not None:
@@ -461,7 +464,7 @@ class Sessions:
             *(args, kwargs, start.batch.ways[0], start.training),
         )
         result = unflatten(way.trace.output_structure, self._leaves_of(done, outcome))
-        return _into_given(result, (args, kwargs))
+        return _into_given(result, (tuple(args), dict(kwargs)), way.trace.handed_back)
 
     def fetch(self, leaves: Sequence[Any]) -> list[Any]:
         """The same, copies of residents with their elements."""
@@ -554,15 +557,19 @@ class Session:
         return unflatten(structure, self._sessions.fetch(leaves))
 
 
-def _into_given(result: Any, given: tuple[Any, ...]) -> Any:
-    """The result, in which the objects that were given stand for what was made of them."""
-    leaves, _ = flatten_result(given, lambda value: False)
-    objects = [leaf for leaf in leaves if is_plain_object(leaf)]
-    mine, of_result = flatten_result(result, lambda value: False)
-    for k, leaf in enumerate(mine):
-        same = [each for each in objects if type(each) is type(leaf)]
-        if is_plain_object(leaf) and len(same) == 1:
-            vars(same[0]).clear()
-            vars(same[0]).update(vars(leaf))
-            mine[k] = same[0]
+def _into_given(result: Any, given: tuple[Any, ...], handed_back: Mapping[int, int]) -> Any:
+    """The result, in which objects that were given stand for what was made of them.
+
+    Args:
+        result: with objects of its own.
+        given: the arguments.
+        handed_back: which of the result's objects the forward was given, see `Trace`.
+    """
+    if not handed_back:
+        return result
+    theirs, (mine, of_result) = unopened(given)[0], unopened(result)
+    for k, leaf in handed_back.items():
+        vars(theirs[leaf]).clear()
+        vars(theirs[leaf]).update(vars(mine[k]))
+        mine[k] = theirs[leaf]
     return unflatten(of_result, mine)

@@ -30,7 +30,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._inside = 0
         self._is_alone = False
