@@ -381,6 +381,8 @@ def _tokens(
     Raises:
         InputError: the arguments have no rows.
     """
+    if _is_of_transformers(model) and any(kwargs.get(name) for name in _COLLECTED):
+        _have_hooks(model)
     listed = bool(args) and isinstance(args[0], (list, tuple))
     if listed:
         groups = _prompts(args, kwargs)
@@ -501,6 +503,20 @@ def _padding(model: nn.Module, kwargs: Mapping[str, Any]) -> int:
         if token is not None:
             return int(token[0] if isinstance(token, (list, tuple)) else token)
     return 0
+
+
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def _have_hooks(model: nn.Module) -> None:
+    """Let a model of transformers have the hooks that collect hidden states and the like.
+
+    Its forward would install them when it is first asked, and stay changed, which no recording may.
+    """
+    with suppress(ImportError):  # before transformers 5 there were none
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+        maybe_install_capturing_hooks(model)
 
 
 def _num_beams(model: nn.Module, kwargs: Mapping[str, Any]) -> int:
