@@ -257,7 +257,7 @@ class Generator:
                 return
             except StatesLost as problem:
                 if one.begun < _MOST_BEGINNINGS:
-                    self._begin_again([one])
+                    self._begin_again([one], one)
                     return
                 answer, error = None, problem
             except Exception as problem:
@@ -279,19 +279,22 @@ class Generator:
         else:
             first.script.cancel()
             self._over(first, error=error)
-        self._begin_again(again)
+        self._begin_again(again, first)
 
     def _under_way(self) -> list[_Running]:
         """Those that wait for a pass."""
         return [one for one in self._running if one.under_way is not None]
 
-    def _begin_again(self, those: Sequence[_Running]) -> None:
-        """Begin these again, whose passes or states were lost with another one that has failed."""
+    def _begin_again(self, those: Sequence[_Running], failed: _Running | None = None) -> None:
+        """Begin these again, whose passes or states were lost with one that has failed.
+
+        That one alone is a time nearer to the end of its chances, if it is among them.
+        """
         for one in those:
             self._running.remove(one)
             self._give_up(one)
         for one in those:
-            fresh = self._begin(one.job, one.begun + 1)
+            fresh = self._begin(one.job, one.begun + (one is failed))
             self._running.append(fresh)
             self._go_on(fresh)
 
