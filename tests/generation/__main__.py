@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -69,7 +70,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     names = options.names or list(_known())
     recorded = options.record or not options.names
-    keep = _keep if recorded else lambda name, of: None
+    origin = record.origin()  # before anything is written
+    keep = partial(_keep, origin) if recorded else lambda name, of: None
     everywhere = options.names or list(EVERYWHERE)
     with ThreadPoolExecutor(options.jobs) as jobs:
         ranks = [
@@ -172,11 +174,10 @@ def _known() -> dict[str, str]:
     return {name: kind for kind, names in KINDS.items() for name in names}
 
 
-def _keep(name: str, of: dict[str, dict[str, str]]) -> None:
+def _keep(origin: dict[str, Any], name: str, of: dict[str, dict[str, str]]) -> None:
     """Keep what was found of an architecture, with the commit, and write the page anew."""
     import transformers
 
-    origin = record.origin()
     data = json.loads(DATA.read_text()) if DATA.exists() else {"found": {}}
     kept = data["found"].setdefault(name, {})
     versions = {"torch": origin["torch"], "transformers": transformers.__version__}
