@@ -560,11 +560,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = record.parser("generation", __doc__)
     parser.add_argument("--models", default=",".join(writers(quick=True)))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--rows",
-        type=int,
-        help="sequences; by default 36",
-    )
+    parser.add_argument("--rows", type=int, help="sequences; by default 36")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
     if options.rounds < 2:
