@@ -46,7 +46,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     is_cpu = request.param == "cpu"
     if not is_cpu:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
     yield request.param
     torch.use_deterministic_algorithms(False)
 

@@ -4,6 +4,7 @@
                                                and 4 stages; 30 in processes and under torchrun too
     python -m tests.generation GPT2LMHeadModel --workers threads --stages 2
     python -m tests.generation GPT2LMHeadModel --workers ranks    under torchrun, on every rank
+    python -m tests.generation MambaForCausalLM --device cuda:0   which stands for all devices
 
 Without names, or with `--record`, the results go to docs/data/generated.json and
 docs/generated.md as they come; what was found before of other columns stays there.
@@ -56,16 +57,21 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", default=["threads", "processes", "ranks"])
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
+    parser.add_argument("--device", default="cpu", help="stands for all devices, in threads")
     parser.add_argument("--record", action="store_true", help="write those with names as well")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.device != "cpu":
+        options.workers = ["threads"]
+        if options.record or not (options.names or options.alone):
+            parser.error("--device needs names, and does not record: the page is of CPUs")
     if options.rank_of:
         _leave(options.rank_of, options.names)
         return
     columns = [(workers, stages) for workers in options.workers for stages in options.stages]
     if options.alone:
-        print(json.dumps(_all_of(options.alone, columns)))
+        print(json.dumps(_all_of(options.alone, columns, options.device)))
         return
     found: dict[str, Any] = {}
     names = options.names or list(_known())
@@ -98,13 +104,18 @@ def _is_bad(verdict: str) -> bool:
     return verdict == "other tokens" or verdict.startswith("error")
 
 
-def _all_of(name: str, columns: list[tuple[str, int]]) -> dict[str, dict[str, str]]:
+def _all_of(name: str, columns: list[tuple[str, int]], device: str) -> dict[str, dict[str, str]]:
     from penstock.loading import tolerate_missing_torchvision_operators
 
     tolerate_missing_torchvision_operators()
+    import torch
+
     from tests.generation.architectures import check
 
-    return {f"{workers}, {p}": check(name, workers, p) for workers, p in columns}
+    if device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return {f"{workers}, {p}": check(name, workers, p, device) for workers, p in columns}
 
 
 def by_ranks(names: Sequence[str], ranks: int) -> dict[str, dict[str, str]]:
@@ -154,7 +165,7 @@ def _apart(name: str, options: Any) -> dict[str, dict[str, str]]:
     if not kinds:
         return {}
     command += kinds
-    command += ["--stages", *map(str, options.stages)]
+    command += ["--stages", *map(str, options.stages), "--device", options.device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         return dict(json.loads(done.stdout.splitlines()[-1]))
