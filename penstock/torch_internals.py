@@ -106,6 +106,11 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors have a part of this one's memory; itself, and those of Python's storages."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def end_allocating(device: int, pool: tuple[int, int]) -> None:
     """Let CUDA's caching allocator serve a GPU from where it did before a graph was recorded.
 

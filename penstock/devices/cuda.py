@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 
 from penstock.devices.accelerator import Accelerator
 from penstock.devices.kind import Memory, Recorder, Recording
@@ -27,13 +28,30 @@ class Cuda(Accelerator):
     """GPUs that PyTorch reaches by CUDA."""
 
     can_record = True
+    can_share = True
 
     def __init__(self) -> None:
         super().__init__("cuda")
 
-    def settings(self) -> tuple[Any, ...]:
+    def settings(self) -> tuple[str, ...]:
         """Those of cuDNN, of cuBLAS, and of attention."""
         return tuple(map(_said, _SETTINGS))
+
+    def set_settings(self, settings: Sequence[str]) -> None:
+        """Set those that differ: some are two names of one thing."""
+        for setting, wanted in zip(_SETTINGS, settings, strict=True):
+            if wanted and _said(setting) != wanted:
+                _set(setting, wanted)
+
+    def shared(self, tensor: torch.Tensor) -> Any:
+        """By CUDA's handles for other processes, as in `torch.multiprocessing`."""
+        return reductions.reduce_tensor(tensor.detach())
+
+    def opened(self, shared: Any) -> torch.Tensor:
+        """The tensor; this process counts as a user of its memory until it lets go of it."""
+        make, args = shared
+        tensor: torch.Tensor = make(*args)
+        return tensor
 
     def recorder(self, device: torch.device) -> Recorder:
         """By CUDA graphs."""
@@ -93,6 +111,18 @@ def _said(setting: str) -> str:
         return str(found() if callable(found) else found)
     except (AttributeError, RuntimeError):
         return ""
+
+
+def _set(setting: str, wanted: str) -> None:
+    """Set one of `torch.backends` to what `_said` says of it."""
+    path, _, name = setting.rpartition(".")
+    owner = attrgetter(path)(torch.backends)
+    if name.endswith("_sdp_enabled"):
+        getattr(owner, f"enable_{name.removesuffix('_enabled')}")(wanted == "True")
+    elif name.startswith("preferred_"):
+        getattr(owner, name)(wanted.rpartition(".")[2].lower())
+    else:
+        setattr(owner, name, {"True": True, "False": False}.get(wanted, wanted))
 
 
 class _Recorder:

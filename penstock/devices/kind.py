@@ -122,15 +122,23 @@ class Kind(ABC):
             methods about streams must not be called.
         can_record: whether work can be recorded and replayed; if not, `recorder` must not be
             called.
+        can_share: whether several processes can have the same memory; if not, `shared` and `opened`
+            must not be called.
     """
 
     type: str
     has_streams: bool
     can_record: bool = False
+    can_share: bool = False
 
-    def settings(self) -> tuple[Any, ...]:
+    def settings(self) -> tuple[str, ...]:
         """Those of the process that say which kernels are taken."""
         return ()
+
+    def set_settings(self, settings: Sequence[str]) -> None:
+        """Have those of another process, as `settings` says them there."""
+        if settings:
+            raise TypeError(f"{self.type} devices have no settings of their own")
 
     @abstractmethod
     def count(self) -> int:
@@ -204,6 +212,18 @@ class Kind(ABC):
 
         Both are 0 where that is not counted.
         """
+
+    def shared(self, tensor: torch.Tensor) -> Any:
+        """What another process needs to have a tensor's memory, too; can be pickled, for one use.
+
+        The memory stays as long as either process has it. What is written there is seen by the
+        other one once the device has done it, for which nobody waits by himself.
+        """
+        raise TypeError(f"memory of {self.type} devices cannot be shared between processes")
+
+    def opened(self, shared: Any) -> torch.Tensor:
+        """The tensor, in another process, of what `shared` has given there."""
+        raise TypeError(f"memory of {self.type} devices cannot be shared between processes")
 
     # -- random numbers -----------------------------------------------------------------------
 

@@ -18,10 +18,14 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from penstock.devices.layout import alike
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted
 from penstock.links.segment import Place
 from penstock.links.shared_memory import is_plain, laid_out
+
+Placing = Callable[[torch.device], torch.device]
+"""The device of a process that stands for one of another process."""
 
 
 class Packed(NamedTuple):
@@ -53,9 +57,15 @@ def pack(obj: Any) -> Packed:
     return Packed(buffer.getvalue(), tensors)
 
 
-def unpack(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The object that `pack` made into these bytes and tensors."""
-    return _Unpacker(io.BytesIO(data), tensors.__getitem__).load()
+def unpack(data: bytes, tensors: Sequence[torch.Tensor], to: Placing | None = None) -> Any:
+    """The object that `pack` made into these bytes and tensors.
+
+    Args:
+        data: the bytes.
+        tensors: on the CPU, as they have travelled.
+        to: where those go that were on another device, by that; they stay if it is left out.
+    """
+    return _Unpacker(io.BytesIO(data), tensors.__getitem__, to).load()
 
 
 def pack_apart(obj: Any, known: Mapping[int, int]) -> Packed:
@@ -191,7 +201,11 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             number = self._number(obj)
-            return super().reducer_override(obj) if number is None else (_found, (number,))
+            if number is None:
+                return super().reducer_override(obj)
+            if obj.device.type != "cpu":
+                return _found_on, (number, str(obj.device))
+            return _found, (number,)
         if isinstance(obj, (type, FunctionType)) and _is_ours(obj):  # every process can import it
             return NotImplemented
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
@@ -306,15 +320,33 @@ def _found(number: int) -> Any:
     raise pickle.UnpicklingError(f"tensor {number} of this pickle is not in it")
 
 
+def _found_on(number: int, device: str) -> Any:
+    """Likewise for its `_brought`."""
+    raise pickle.UnpicklingError(f"tensor {number} of this pickle is not in it")
+
+
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, find: Callable[[int], Any]) -> None:
+    def __init__(
+        self, buffer: io.BytesIO, find: Callable[[int], Any], to: Placing | None = None
+    ) -> None:
         super().__init__(buffer)
-        self._find = find
+        self._find, self._to = find, to
 
     def find_class(self, module: str, name: str) -> Any:
-        if name == _found.__name__ and module == __name__:
-            return self._find
+        if module == __name__ and name in _STANDING:
+            return self._find if name == _found.__name__ else self._brought
         return super().find_class(module, name)
+
+    def _brought(self, number: int, device: str) -> Any:
+        """A tensor that was on this device."""
+        found = self._find(number)
+        if self._to is None:
+            return found
+        to = self._to(torch.device(device))
+        return alike(found, lambda tensor: tensor.to(to), to=to).requires_grad_(found.requires_grad)
 
     def persistent_load(self, pid: Any) -> Any:
         return self._find(pid)
+
+
+_STANDING = {_found.__name__, _found_on.__name__}

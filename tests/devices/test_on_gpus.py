@@ -33,11 +33,11 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         with simulated(Machine(count, seed=1)):
             yield kind, count
         return
-    if torch.cuda.device_count() < count:
+    if kind == "cuda" and torch.cuda.device_count() < count:
         pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(kind == "cuda")
     yield kind, count
     torch.use_deterministic_algorithms(False)
 
@@ -60,6 +60,24 @@ def test_bits_are_those_of_one_device(name: str, devices: tuple[str, int]) -> No
     case = CASES[name].on(*devices)
     with one_core():
         assert differences(run(case, nullcontext()), computed(case, case.devices[0])) == []
+
+
+def _cases_of_processes() -> Iterator[Any]:
+    for kind, counts in (("cuda", (1, 2)), ("cpu", (1,))):
+        for name in _NAMES if kind == "cuda" else _NAMES[:1]:
+            for count in counts if CASES[name].replicas == 1 else ():
+                marks = pytest.mark.cuda if kind == "cuda" else pytest.mark.slow
+                title = f"{name}, {count} GPUs" if kind == "cuda" else f"{name}, CPUs"
+                yield pytest.param(name, (kind, count), marks=marks, id=title)
+
+
+@pytest.mark.parametrize(("name", "devices"), list(_cases_of_processes()), indirect=["devices"])
+def test_processes_have_the_bits_of_one_device(name: str, devices: tuple[str, int]) -> None:
+    """They have the model's memory on GPUs, where its gradients are put as well."""
+    case = CASES[name].on(*devices)
+    with one_core():
+        found = run(case, nullcontext(), "processes")
+        assert differences(found, computed(case, case.devices[0])) == []
 
 
 @pytest.mark.parametrize(

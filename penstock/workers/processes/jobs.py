@@ -18,6 +18,8 @@ from penstock.capture.calls import Sizes
 from penstock.capture.randomness import Key as RandomKey
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
+from penstock.devices.kind import Kind
+from penstock.devices.kinds import kind_of
 from penstock.devices.settings import Settings
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
@@ -46,7 +48,7 @@ from penstock.workers.processes.following import News, follow
 from penstock.workers.processes.remembering import Found, Key
 from penstock.workers.processes.shared_model import Crossing, Gradients, Package, Shared
 from penstock.workers.processes.turns import Turnstile
-from penstock.workers.processes.worker_state import CPU, WorkerState, loading
+from penstock.workers.processes.worker_state import WorkerState, loading
 from penstock.workers.ways import modules_of
 
 End = tuple[Literal["sink", "source", "local"], int]
@@ -74,13 +76,15 @@ class Modes:
     torchvision: bool
 
     @classmethod
-    def here(cls, threads: int, workers: int, keep_freed_memory: bool) -> Modes:
-        """Those of this process, for so many workers."""
+    def here(
+        cls, threads: int, workers: int, keep_freed_memory: bool, kind: Kind | None = None
+    ) -> Modes:
+        """Those of this process, for so many workers, and of a kind of device."""
         return cls(
             threads,
             workers > len(os.sched_getaffinity(0)),
             keep_freed_memory,
-            Settings.here(),
+            Settings.here(kind),
             tolerates_missing_torchvision_operators(),
         )
 
@@ -169,11 +173,12 @@ class Build:
     def __call__(self, own: WorkerState) -> None:
         """Build them; whatever was here before is gone."""
         own.empty()
+        own.work_on(self.member.device)
         own.place = self.member.place
         links: dict[int, Any] = {}
         for k, (kind, grant) in self.ends.items():
             if kind == "local":
-                links[k] = LocalLink(CPU, CPU)
+                links[k] = LocalLink(own.device, own.device)
             else:
                 weights = own.weights[k] = Weights()
                 end = own.sink if kind == "sink" else own.source
@@ -187,7 +192,7 @@ class Build:
             in_order = self._in_order(own, turnstile)
             own.replica = Replica(replica, self.plan.weights, replica * count, in_order)
         for training in (True, False):
-            devices = [CPU] * count
+            devices = [own.device] * count
             residents = {own.place: own.residents}
             own.assemblies[training] = Assembly(
                 self.plan, devices, links, [own.place], own.replica, residents
@@ -252,6 +257,10 @@ def take(own: WorkerState, packages: Sequence[Package]) -> None:
 
 def mapped(own: WorkerState, package: Package) -> Iterator[tuple[Shared, torch.Tensor]]:
     """The tensors of a package, and where they are."""
+    if package.grant < 0:
+        for shared in package.tensors:
+            yield shared, kind_of(own.device).opened(shared.handle)
+        return
     segment = own.segment(package.grant, package.size)
     tensors = segment.tensors([shared.place for shared in package.tensors])
     yield from zip(package.tensors, tensors, strict=True)
@@ -299,8 +308,8 @@ class RunPass:
         if self.settings is not None:
             self.settings.apply()
         with loading():
-            loss: Loss | None = unpack(*self.loss) if self.loss else None
-            attributes: News = unpack(*self.attributes) if self.attributes else {}
+            loss: Loss | None = unpack(*self.loss, own.place_of) if self.loss else None
+            attributes: News = unpack(*self.attributes, own.place_of) if self.attributes else {}
         for mode, number in self.forgotten:
             own.assemblies[mode].forget(number)
         if self.training is not None:

@@ -375,7 +375,7 @@ class ProcessPool(Pool):
         """The value or the error of a report, with its tensors from shared memory."""
         try:
             tensors = self._processes[worker].borrower.borrow(report.tensors, fd)
-            value = unpack(report.value, tensors)
+            value = unpack(report.value, tensors, _as_there)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be unpacked in this process.")
             return Result(None, error)
@@ -505,6 +505,11 @@ class ProcessPool(Pool):
         for process in (*self._processes, *self._spares):
             process.let_go()
             process.wire.close()
+
+
+def _as_there(device: torch.device) -> torch.device:
+    """What a worker has sent from a device is wanted on the same one: both call it the same."""
+    return device
 
 
 def _dismiss_all(groups: Sequence[Sequence[_Process]], leave: list[float]) -> None:

@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 
 from penstock.capture.attributes import find, named_tensors
 from penstock.capture.trees import tree_leaves
+from penstock.devices.kinds import kind_of
 from penstock.devices.settings import Settings
+from penstock.devices.streams import with_streams
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
@@ -83,7 +85,7 @@ class ProcessWorkers(Workers):
         plan: what they run.
         model: whose stages; its tensors are moved to shared memory.
         pool: who runs them; they are dismissed by `close`.
-        devices: of every worker; all are the CPU.
+        devices: of every worker.
         timeout: seconds that a pass may take.
         modes: of every process.
         memories: where workers that were there before have shared the model's tensors.
@@ -118,7 +120,10 @@ class ProcessWorkers(Workers):
         self.homes = [devices[worker] for worker in plan.placement]
         pairs = pairwise(plan.placement)
         self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
-        self._shared = SharedModel(len(self._places), plan.replicas, self._grant, memories)
+        self._with_streams = with_streams(devices)
+        self._accelerator = kind_of(self._with_streams[0]) if self._with_streams else None
+        of_places = devices[: len(self._places)]
+        self._shared = SharedModel(of_places, plan.replicas, self._grant, memories)
         self._remotes = [Remote(place, self._shared, model) for place in self._places]
         self._settings = self._told = modes.settings
         self._settings_changed = False
@@ -262,7 +267,7 @@ class ProcessWorkers(Workers):
             self._passes += 1
             jobs: Sequence[Job] = [] if forgotten else self._brief(order)
             if not jobs:
-                before, self._told = self._told, Settings.here()
+                before, self._told = self._told, Settings.here(self._accelerator)
                 self._settings_changed |= self._told != self._settings
                 passes = [self._pass(k, order, loss, forgotten) for k in self._places]
                 news = [told for p in passes for told in (p.training, p.attributes)]
@@ -341,7 +346,7 @@ class ProcessWorkers(Workers):
         for remote in self._remotes:
             remote.check()
         is_same = not any(remote.has_news() for remote in self._remotes)
-        return is_same and Settings.here() == self._told
+        return is_same and Settings.here(self._accelerator) == self._told
 
     def _looks_at_memories(self) -> bool:
         """Whether it is asked after a pass what forwards have left: always, if they ever have.
@@ -527,11 +532,13 @@ class ProcessWorkers(Workers):
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """While open, no other thread closes.
+        """While open, no other thread closes. What this process has given to devices is done then.
 
         Raises:
             ClosedError: one does.
         """
+        for device in self._with_streams:
+            kind_of(device).synchronize(device)
         with self._lock:
             if self._closer not in (None, threading.get_ident()):
                 raise closed("close() was called")
