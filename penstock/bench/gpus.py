@@ -9,7 +9,7 @@ is so many steps and ends when the GPU has done them; turns are drawn in a new o
 What is said is the median of the rounds' ratios to the loop, with the smallest and the largest.
 
 *CUDA graphs* is Penstock with `cuda_graphs=True`. With one GPU two workers share it, which gains
-nothing: it shows what their threads cost. Batches are on the GPU, on the CPU, or in its pinned
+nothing: it shows what their threads cost, or their processes. Batches are on the GPU, on the CPU, or in its pinned
 memory; the loop copies each micro-batch without blocking, as a good script does.
 """
 
@@ -41,6 +41,7 @@ from penstock.devices.kinds import accelerator, kind_of
 from penstock.errors import InputError
 
 MICROBATCHES = 4
+_PROCESSES: dict[str, Any] = {"workers": "processes"}
 
 Case = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Any, torch.dtype | None]
 """Makes a model, makes its batch, the loss, and what it is autocast to."""
@@ -147,6 +148,7 @@ class _Course:
         if len(several) > 1:
             cut: dict[str, Any] = {"devices": several, "replicas": 1}
             ways.append((f"Penstock, {len(several)} stages", cut))
+            ways.append((f"Penstock, {len(several)} stages in processes", {**cut, **_PROCESSES}))
             copies: dict[str, Any] = {"devices": several, "replicas": len(several)}
             ways.append((f"Penstock, {len(several)} replicas", copies))
         for name, options in ways:

@@ -72,6 +72,31 @@ class Handover:
                 kind.used_on(kind.current_stream(value.device), value)
 
 
+class Currents:
+    """The calling thread's current device and current streams, for another thread to have them.
+
+    Args:
+        devices: whose streams.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = [kind_of(each).current_stream(each) for each in with_streams(devices)]
+        self._device: torch.device | None = None
+        if self._streams:
+            type = self._streams[0].device.type
+            self._device = kind_of(type).current_stream(torch.device(type)).device
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """While open, they are the other thread's."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(kind_of(stream.device).using(stream))
+            if self._device is not None:  # using a stream makes its device the current one
+                stack.enter_context(on(self._device))
+            yield
+
+
 def with_streams(devices: Iterable[torch.device]) -> list[torch.device]:
     """Those of these devices that have streams, each once."""
     return [device for device in dict.fromkeys(devices) if kind_of(device).has_streams]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.capture.trees import map_leaves
+from penstock.devices.streams import with_streams
 from penstock.errors import ClosedError, InputError, StatesLost
 from penstock.generation.script import Ended, Script
 from penstock.generation.stand_in import lengths_in, named, stand_in
@@ -229,7 +230,8 @@ class Generator:
             return result
 
         job.begin()
-        script = Script(generate, job.seed, self._threads)
+        devices = with_streams(self._sessions.devices)
+        script = Script(generate, job.seed, self._threads, devices)
         return _Running(job, script, self._sessions.open(), begun=begun)
 
     def _finish(self, one: _Running) -> Any:

@@ -112,6 +112,11 @@ class Sessions:
         return self._runner.plan.replicas * len(self._runner.plan.stages)
 
     @property
+    def devices(self) -> Sequence[torch.device]:
+        """Those of all workers, as far as they are this process's."""
+        return self._runner.workers.devices
+
+    @property
     def most(self) -> int:
         """How many groups are under way where nobody says otherwise: as many as were planned."""
         plan = self._runner.plan
