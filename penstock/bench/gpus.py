@@ -9,8 +9,8 @@ is so many steps and ends when the GPU has done them; turns are drawn in a new o
 What is said is the median of the rounds' ratios to the loop, with the smallest and the largest.
 
 *CUDA graphs* is Penstock with `cuda_graphs=True`. With one GPU two workers share it, which gains
-nothing: it shows what their threads cost, or their processes. Batches are on the GPU, on the CPU, or in its pinned
-memory; the loop copies each micro-batch without blocking, as a good script does.
+nothing: it shows what their threads cost, or their processes. Batches are on the GPU, on the CPU,
+or in its pinned memory; the loop copies each micro-batch without blocking, as a good script does.
 """
 
 from __future__ import annotations
