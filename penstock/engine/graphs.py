@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from penstock.capture.calls import Ambient, Sizes, ambient
 from penstock.capture.lowering import StageModule
@@ -48,7 +48,7 @@ from penstock.devices.settings import Settings
 from penstock.engine.hooks import hooks_of
 from penstock.engine.known_python import PLAIN, is_plain
 from penstock.engine.recordable import GraphError
-from penstock.links.link import Values
+from penstock.links.link import Roots, Values, edges
 
 _EVERY = vars(nn.Module()).keys() - {"training"}  # attributes: what modules register, and hooks
 _MOST = 64  # kinds of micro-batches that are recorded
@@ -74,6 +74,8 @@ class _Slot:
         entered: the values, in memory of the slot.
         aliases: what stands for the parameters.
         results: of the forward, in memory of the slot.
+        roots: for every tensor of these where its backward starts, as it was recorded. A view knows
+            another way once its base has been written: one that leaves gradients in another layout.
         forward: the recording.
         calls: the calls that draw random numbers, in order.
         anchor: the leaf in the slot that its graph of autograd begins with.
@@ -84,6 +86,7 @@ class _Slot:
     entered: list[Any]
     aliases: Sequence[nn.Parameter]
     results: Values = ()
+    roots: Roots = ()
     forward: Recording | None = None
     calls: list[int] = field(default_factory=list)
     anchor: torch.Tensor | None = None
@@ -333,6 +336,7 @@ class Graphs:
 
         slot.results, slot.forward = self._record(work, self._draws)
         self._check(slot)
+        slot.roots = edges([r for r in slot.results if isinstance(r, torch.Tensor)])
         return slot
 
     @contextmanager
@@ -378,7 +382,6 @@ class Graphs:
 
     def backward(self, slot: _Slot, gradients: Sequence[torch.Tensor | None]) -> _Backward:
         """Replay the backward from these gradients of a slot's tensors, recorded if it is new."""
-        tensors = [result for result in slot.results if isinstance(result, torch.Tensor)]
         kind = tuple(None if g is None else _like(g) for g in gradients)
         found = slot.backwards.get(kind)
         if found is not None:
@@ -387,17 +390,17 @@ class Graphs:
                 for there, gradient in zip(found.given, present, strict=True):
                     _fill(there, gradient)
         else:
-            pairs = zip(tensors, gradients, strict=True)
-            found = self._recorded_backward(slot, [(t, g) for t, g in pairs if g is not None])
+            pairs = zip(slot.roots, gradients, strict=True)
+            found = self._recorded_backward(slot, [(r, g) for r, g in pairs if r and g is not None])
             slot.backwards[kind] = found
         found.recording.replay()
         return found
 
     def _recorded_backward(
-        self, slot: _Slot, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self, slot: _Slot, pairs: Sequence[tuple[GradientEdge, torch.Tensor]]
     ) -> _Backward:
         given = [_copied(gradient) for _, gradient in pairs]
-        roots = [result for result, _ in pairs]
+        roots = [root for root, _ in pairs]
         wanted = [alias for alias in slot.aliases if alias.requires_grad]
         leaves = [*([] if slot.anchor is None else [slot.anchor]), *wanted]
 

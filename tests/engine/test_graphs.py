@@ -193,6 +193,41 @@ def test_a_weight_that_autocast_casts_once_for_two_uses(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+class Columns(nn.Module):
+    """The last stage is but a view of what enters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.scale = nn.Linear(WIDTH, CLASSES), nn.Parameter(torch.ones(CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one(x) * self.scale).t()
+
+
+def test_gradients_of_views_keep_their_layout(
+    device: str, recorded: Recorder | OnGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are chosen by it. Autograd finds another way back once a view's base is written."""
+    layouts = set()
+    usual = Graphs.backward
+
+    def backward(self: Graphs, *args: Any) -> Any:
+        found = usual(self, *args)
+        layouts.update((g.shape, g.stride()) for g in found.inputs if g is not None)
+        return found
+
+    monkeypatch.setattr(Graphs, "backward", backward)
+
+    def steps(pipe: ps.Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+        def loss(columns: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(columns.t(), target)
+
+        return [pipe.train_step(x[:9], target=y[:9], loss_fn=loss) for _ in range(3)]
+
+    check(Columns, steps, device, recorded, workers=2, cuts=[2])
+    assert layouts == {((3, CLASSES), (1, 3))}
+
+
 def test_a_language_model(device: str, recorded: Recorder | OnGpu) -> None:
     """Tokens, which are no floating-point numbers, and attention."""
 
