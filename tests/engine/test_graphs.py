@@ -220,7 +220,8 @@ def test_gradients_of_views_keep_their_layout(
 
     def steps(pipe: ps.Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
         def loss(columns: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(columns.t(), target)
+            chosen = F.one_hot(target, CLASSES).t().contiguous()
+            return (columns * chosen.to(columns.dtype)).sum() / len(target)
 
         return [pipe.train_step(x[:9], target=y[:9], loss_fn=loss) for _ in range(3)]
 
