@@ -69,8 +69,10 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     audit = options.audit
     more: dict[str, Any] = {"audit": int(audit) if audit and audit.isdecimal() else audit}
     more["device"] = options.device
+    if options.workers:
+        more["workers"] = options.workers
     if options.device != "cpu" or options.graphs:
-        more["workers"] = "threads"
+        more.setdefault("workers", "threads")
         torch.use_deterministic_algorithms(True, warn_only=True)
     return {**more, "cuda_graphs": True} if options.graphs else more
 
@@ -84,6 +86,7 @@ def main() -> int:
         "--replicas", action="store_true", help="on 1 to 4 replicas, trained by an optimizer"
     )
     parser.add_argument("--device", default="cpu", help="stands for all devices, such as cuda:0")
+    parser.add_argument("--workers", choices=["threads", "processes"], help="instead of either")
     parser.add_argument("--graphs", action="store_true", help="stages are run as CUDA graphs")
     parser.add_argument("--hidden", action="store_true", help="they read a global, too")
     parser.add_argument("--steps", type=int, default=5)
