@@ -128,3 +128,13 @@ def test_measuring_happens_on_the_device() -> None:
     """A backward in a thread whose current device is another one is an error there."""
     with simulated(Machine(2, is_late=False)), ThreadPoolExecutor(1) as threads:
         assert threads.submit(halving_seconds, TWO).result() >= 0
+
+
+def test_processes_cannot_share_the_memory_of_every_kind() -> None:
+    with (
+        simulated(Machine(2)),
+        pytest.raises(ps.InputError, match=r"CUDA devices, not on sim:0, whose memory"),
+    ):
+        ps.Pipeline(
+            torch.nn.Linear(2, 2), (torch.ones(2, 2),), devices=[ONE, TWO], workers="processes"
+        )

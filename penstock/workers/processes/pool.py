@@ -58,7 +58,7 @@ class _Process:
             # In a group of its own, a Ctrl-C of the terminal does not reach it, and what it
             # starts can be ended with it.
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", command],
+                [sys.executable, *(f"-W{each}" for each in sys.warnoptions), "-c", command],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 process_group=0,

@@ -17,12 +17,8 @@ import penstock as ps
 from tests.generation.subjects import expected, gpt2, padded, tokens
 from tests.generation.subjects import pipeline as generating
 from tests.support.models import uniform_plan
-from tests.support.simulated.machine import Machine
-from tests.support.simulated.module import install, simulated
 
-install()
-
-ON_GPU = pytest.mark.cuda
+pytestmark = pytest.mark.cuda
 WIDTH, CLASSES, ROWS = 16, 4, 12
 GPU = "cuda:0"
 
@@ -82,7 +78,6 @@ def trained(workers: Any, **options: Any) -> list[Tensor]:
     return [*found, *own.parameters()]
 
 
-@ON_GPU
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}])
 def test_the_bits_are_those_of_threads(options: dict[str, Any]) -> None:
     ours, theirs = trained("processes", **options), trained("threads")
@@ -90,7 +85,6 @@ def test_the_bits_are_those_of_threads(options: dict[str, Any]) -> None:
     assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(ours)
 
 
-@ON_GPU
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_settings_of_cuda_are_those_of_the_script(
     when: str, monkeypatch: pytest.MonkeyPatch
@@ -114,7 +108,6 @@ def test_settings_of_cuda_are_those_of_the_script(
         assert torch.equal(pipe(x), wide(x))
 
 
-@ON_GPU
 def test_memory_is_let_go() -> None:
     before = torch.cuda.memory_allocated(0)
     for _ in range(2):
@@ -128,7 +121,6 @@ def test_memory_is_let_go() -> None:
         assert torch.cuda.memory_allocated(0) == before
 
 
-@ON_GPU
 def test_gradients_that_are_kept_stay_what_they_are() -> None:
     own = model().to(GPU)
     with pipeline(own) as pipe:
@@ -152,7 +144,6 @@ def test_gradients_that_are_kept_stay_what_they_are() -> None:
         )
 
 
-@ON_GPU
 def test_an_error_leaves_the_pipeline_usable_and_a_dead_worker_does_not() -> None:
     own = model().to(GPU)
     with pipeline(own) as pipe:
@@ -166,7 +157,6 @@ def test_an_error_leaves_the_pipeline_usable_and_a_dead_worker_does_not() -> Non
             pipe.train_step(x, target=y, loss_fn=F.cross_entropy)
 
 
-@ON_GPU
 def test_a_cpu_and_a_gpu_together() -> None:
     """Kernels of different devices round differently, so this one is compared with a tolerance."""
     ours, theirs = model().eval(), model().eval().to(GPU)
@@ -189,7 +179,6 @@ def test_a_cpu_and_a_gpu_together() -> None:
             assert torch.allclose(a.grad.to(GPU), b.grad, rtol=1e-3, atol=1e-5)
 
 
-@ON_GPU
 def test_generation() -> None:
     own = gpt2().to(GPU)
     ids = tokens().to(GPU)
@@ -200,7 +189,6 @@ def test_generation() -> None:
         assert torch.equal(found, wanted)
 
 
-@ON_GPU
 def test_what_is_for_cpus_is_refused() -> None:
     own = model().to(GPU)
     with pytest.raises(ps.InputError, match=r"on_failure= is for worker processes on CPUs"):
@@ -209,11 +197,3 @@ def test_what_is_for_cpus_is_refused() -> None:
         ps.Pipeline(
             own, (batch()[0],), devices=[GPU, GPU], replicas=2, workers="processes", progress=None
         )
-
-
-def test_devices_whose_memory_processes_cannot_share_are_refused() -> None:
-    with (
-        simulated(Machine(2)),
-        pytest.raises(ps.InputError, match=r"CUDA devices, not on sim:0, whose memory"),
-    ):
-        ps.Pipeline(model(), (batch("cpu")[0],), devices=["sim:0", "sim:1"], workers="processes")
