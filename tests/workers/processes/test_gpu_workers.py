@@ -18,7 +18,10 @@ from tests.generation.subjects import expected, gpt2, padded, tokens
 from tests.generation.subjects import pipeline as generating
 from tests.support.models import uniform_plan
 
-pytestmark = pytest.mark.cuda
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # of autograd's own thread
+]
 WIDTH, CLASSES, ROWS = 16, 4, 12
 GPU = "cuda:0"
 
@@ -109,8 +112,8 @@ def test_settings_of_cuda_are_those_of_the_script(
 
 
 def test_memory_is_let_go() -> None:
-    before = torch.cuda.memory_allocated(0)
-    for _ in range(2):
+    used = []
+    for _ in range(3):  # cuBLAS keeps what it takes in the first
         own = model().to(GPU)
         with pipeline(own) as pipe:
             x, y = batch()
@@ -118,7 +121,8 @@ def test_memory_is_let_go() -> None:
         del own, pipe, x, y
         gc.collect()
         torch.cuda.ipc_collect()
-        assert torch.cuda.memory_allocated(0) == before
+        used.append(torch.cuda.memory_allocated(0))
+    assert used[1] == used[2] == used[0]
 
 
 def test_gradients_that_are_kept_stay_what_they_are() -> None:
