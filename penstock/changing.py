@@ -256,12 +256,12 @@ def plan_for_others(of: Replanning) -> Plan:
     except PlanError as error:
         raise PlanError(
             f"there is no plan for {', '.join(map(str, of.backend.devices))} with "
-            f"{_asked(of.plan, of.request)}: {error}. The workers stay as they are; give other "
+            f"{_requested(of.plan, of.request)}: {error}. The workers stay as they are; give other "
             "devices, or build the pipeline with fewer options"
         ) from error
 
 
-def _asked(plan: Plan, request: Request) -> str:
+def _requested(plan: Plan, request: Request) -> str:
     """What the new plan had to be like, in words."""
     free = Request()
     names = (

@@ -37,7 +37,7 @@ from penstock.devices.choice import Devices, existing_devices
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
-from penstock.engine.batchnorm import BatchNormMode, closed_norms
+from penstock.engine.batchnorm import BatchNormMode, closed_batchnorms
 from penstock.engine.compiled import COMPILED_WHOLE, check_compiles, compile_options
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
@@ -286,7 +286,9 @@ class Pipeline:
         self.model = model
         self._autosave: Autosave | None = None
         self._refused: set[int] = set()  # numbers of workers that could not be had
-        recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
+        recording = CaptureOptions(
+            batch_dim, dynamic, closed_batchnorms(model, batchnorm, keep_closed)
+        )
         self.allocator_kept = chosen.keep_freed_memory()
         backend = chosen.backend(self.allocator_kept)
         with showing(progress) as report, ExitStack() as stack:

@@ -504,13 +504,13 @@ class Runner:
             started.before = _Before.of(self._program.model, self.changes_buffers())
         self._under_way.append(started)
         try:
-            self.surviving(self._tell)
+            self.surviving(self._submit)
         except BaseException:
             self._left(started)
             raise
         return started
 
-    def _tell(self) -> None:
+    def _submit(self) -> None:
         """Let the workers know of the passes under way, in order, that they do not know of."""
         unknown = [s for s in self._under_way if s.ticket is None and not s.is_lost]
         for started in unknown:  # before the first begins: if that fails, workers wait for more
@@ -579,7 +579,7 @@ class Runner:
             self._held.pop(order.number, None)
         self.counts.completed = max(self.counts.completed, order.microbatches[0].key.step + 1)
         self.steps.count(order, begun, outcome.logs)
-        self._ways[order.training].agree([m.way for m in order.microbatches])
+        self._ways[order.training].confirm([m.way for m in order.microbatches])
         if self._recordings and any(outcome.logs.values()):
             found = timeline_of(outcome.logs, len(self.workers.devices))
             timeline = RecordedTimeline(
@@ -590,7 +590,7 @@ class Runner:
         return outcome
 
     def _finished(self, started: Started) -> Outcome:
-        self._tell()
+        self._submit()
         if started.is_lost:
             raise StatesLost(GONE)
         return self.workers.finish(started.ticket)

@@ -241,7 +241,7 @@ class Running:
             fallbacks = self._planned_ahead(of)
             plan = replace_fields(plan, note=note or plan.note)
             backend.take(plan, is_given=False)
-            plan = backend.agree(self._program, plan)
+            plan = backend.broadcast_plan(self._program, plan)
             left.bring()
             self._switch(backend, plan)
             stack.pop_all()
@@ -309,7 +309,7 @@ class Running:
         """
         try:
             backend = same.backend(self._allocator_kept)
-            self._use(backend, backend.agree(self._program, plan))
+            self._use(backend, backend.broadcast_plan(self._program, plan))
         except Exception as error:
             raise ClosedError(
                 f"the new workers could not be started ({why}), nor the old ones once more "
@@ -397,7 +397,7 @@ class Running:
         for attempt in range(_DEATHS):
             try:
                 backend = chosen.backend(self._allocator_kept, survivors)
-                self._use(backend, backend.agree(self._program, plan))
+                self._use(backend, backend.broadcast_plan(self._program, plan))
                 return
             except WorkerError as error:
                 survivors.close()

@@ -35,7 +35,7 @@ from penstock.comparison.reference import (
 from penstock.devices.choice import Devices
 from penstock.display.terminal import Progress
 from penstock.engine.batch import Weight
-from penstock.engine.batchnorm import BatchNormMode, closed_norms
+from penstock.engine.batchnorm import BatchNormMode, closed_batchnorms
 from penstock.engine.whole_batch import WholeBatch
 from penstock.errors import InputError
 from penstock.oracle import Oracle, generated, tensors
@@ -128,7 +128,7 @@ def verify(
     if not ours.training:  # else submodules that the user froze in evaluation mode stay so
         ours.train()
     theirs, named = copied(ours), dict(kwargs or {})
-    closed = closed_norms(ours, batchnorm, keep_closed)
+    closed = closed_batchnorms(ours, batchnorm, keep_closed)
     program = capture(ours, args, named, batch_dim=batch_dim, dynamic=dynamic, keep_closed=closed)
     with Pipeline(
         ours,

@@ -166,7 +166,7 @@ class Copies:
         compute.wait_event(arrival)
         _used_on(compute, copies)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let what follows in the sender's thread wait until everything has been copied.
 
         What was copied may be written then. While a pass runs, nobody writes it.
@@ -179,7 +179,7 @@ class Copies:
     def into(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy into tensors of the target, in a thread that goes on there when that is done.
 
-        `settle` lets the source wait.
+        `wait_for_copies` lets the source wait.
 
         Args:
             pairs: of tensors there and what they are to hold.
@@ -257,7 +257,7 @@ class Ahead:
             copies.wait(made, arrival)
         return values
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all of the CPU's memory was read that devices read by themselves.
 
         Nobody waits for them when the pass is over, and the script may write there.

@@ -166,7 +166,7 @@ class Feed:
 
     def end(self) -> None:
         """A pass has ended well; waits until the script may write what has entered."""
-        self._ahead.settle()
+        self._ahead.wait_for_copies()
         self.clear()
 
     def receive(self, microbatch: int) -> Values:
@@ -281,7 +281,7 @@ class Outlet:
     def end(self) -> None:
         """A pass has ended well; waits until the script may write the targets."""
         if self._ahead is not None:
-            self._ahead.settle()
+            self._ahead.wait_for_copies()
         self.clear()
 
     def _target(self, loss: Loss, microbatch: int) -> tuple[Any, ...]:

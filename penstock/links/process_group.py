@@ -77,7 +77,7 @@ class Peer(NamedTuple):
     memory: torch.device
 
 
-class Line:
+class GroupEnd:
     """One end of a link to another machine; values leave here, and others arrive.
 
     Args:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import InputError
 from penstock.serving.answers import Answer, Reason
-from penstock.serving.asked import Asked, Reader
+from penstock.serving.completions import CompletionRequest, Reader
 from penstock.serving.counting import Counts
 from penstock.serving.engine import AnyJob, Engine, Ticket
 from penstock.serving.plain import as_plain, prediction
@@ -52,9 +52,9 @@ class _Events:
         self._loop = asyncio.get_running_loop()
         self._ends_at = self._loop.time() + timeout
         self._left = len(jobs)
-        self._ticket: Ticket = engine.submit(jobs, self._tell)
+        self._ticket: Ticket = engine.submit(jobs, self._emit)
 
-    def _tell(self, *event: Any) -> None:
+    def _emit(self, *event: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed, so nobody waits
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
@@ -213,20 +213,20 @@ class Endpoints:
             )
 
     async def _generate(
-        self, request: Request, asked: Asked, is_chat: bool, since: float
+        self, request: Request, requested: CompletionRequest, is_chat: bool, since: float
     ) -> Response:
-        seed = secrets.randbelow(1 << 31) if asked.seed is None else asked.seed
-        events = _Events(self._engine, self._reader.jobs(asked, seed), self._timeout)
+        seed = secrets.randbelow(1 << 31) if requested.seed is None else requested.seed
+        events = _Events(self._engine, self._reader.jobs(requested, seed), self._timeout)
         ends = self._reader.ends
-        texts = [Text(self._served.tokenizer, ends, asked.stop) for _ in asked.prompts]
+        texts = [Text(self._served.tokenizer, ends, requested.stop) for _ in requested.prompts]
         answer = Answer(self._served.name, is_chat)
-        if asked.stream:
-            pieces = self._pieces(events, texts, answer, asked, since)
+        if requested.stream:
+            pieces = self._pieces(events, texts, answer, requested, since)
             first = await _unless_gone(request, anext(pieces))  # what fails at once has its status
             stream = self._stream(first, pieces, events, since)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return _Stream(stream, media_type="text/event-stream", headers=headers)
-        whole = await _unless_gone(request, self._whole(events, texts, answer, asked, since))
+        whole = await _unless_gone(request, self._whole(events, texts, answer, requested, since))
         self._counts.ended("done", since)
         return _json(whole)
 
@@ -243,17 +243,27 @@ class Endpoints:
             yield number, text + texts[number].end() if is_over else text, is_over
 
     async def _whole(
-        self, events: _Events, texts: Sequence[Text], answer: Answer, asked: Asked, since: float
+        self,
+        events: _Events,
+        texts: Sequence[Text],
+        answer: Answer,
+        requested: CompletionRequest,
+        since: float,
     ) -> dict[str, Any]:
         """The whole answer."""
         parts: list[list[str]] = [[] for _ in texts]
         async for number, text, _ in self._texts(events, texts, since):
             parts[number].append(text)
         reasons = [_reason(text) for text in texts]
-        return answer.whole(["".join(part) for part in parts], reasons, *_usage(asked, texts))
+        return answer.whole(["".join(part) for part in parts], reasons, *_usage(requested, texts))
 
     async def _pieces(
-        self, events: _Events, texts: Sequence[Text], answer: Answer, asked: Asked, since: float
+        self,
+        events: _Events,
+        texts: Sequence[Text],
+        answer: Answer,
+        requested: CompletionRequest,
+        since: float,
     ) -> AsyncIterator[dict[str, Any]]:
         """The answer in pieces."""
         begun: set[int] = set()
@@ -266,8 +276,8 @@ class Endpoints:
                 yield answer.piece(number, text)
             if is_over:
                 yield answer.piece(number, "", _reason(texts[number]))
-        if asked.counts:
-            yield answer.usage(*_usage(asked, texts))
+        if requested.counts:
+            yield answer.usage(*_usage(requested, texts))
 
     async def _stream(
         self,
@@ -328,8 +338,8 @@ def _reason(text: Text) -> Reason:
     return "stop" if text.stopped else "length"
 
 
-def _usage(asked: Asked, texts: Sequence[Text]) -> tuple[int, int]:
-    return sum(map(len, asked.prompts)), sum(text.tokens for text in texts)
+def _usage(requested: CompletionRequest, texts: Sequence[Text]) -> tuple[int, int]:
+    return sum(map(len, requested.prompts)), sum(text.tokens for text in texts)
 
 
 def _no_model(name: str, served: str) -> Refusal:

@@ -60,7 +60,7 @@ class Pass:
             result counts, while the workers are at it.
         count: of all passes, with this one.
         lengths_in: as of `Sessions.start`.
-        times_told: how often the workers had been told of changes of the model when it began.
+        times_sent: how often the workers had been told of changes of the model when it began.
     """
 
     session: Session
@@ -77,7 +77,7 @@ class Pass:
     assumed: bool = False
     count: int = 0
     lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None = None
-    times_told: int = 0
+    times_sent: int = 0
 
 
 class Sessions:
@@ -216,7 +216,7 @@ class Sessions:
                 since = self._since(way, order.number) if weights_stay else -1
                 self._weights_since = since if weights_stay else None
                 order = order.changed(weights_since=since)
-                order = self.together.tell_start(order, routed, states)
+                order = self.together.broadcast_start(order, routed, states)
                 self._passes += 1
                 started = runner.start(order)
             except BaseException:
@@ -226,7 +226,7 @@ class Sessions:
             return Pass(
                 *(session, started, way, leaves, sizes, states, args, kwargs, number, training),
                 *(familiar is not None, assumed, self._passes, lengths_in),
-                runner.workers.times_told,
+                runner.workers.times_sent,
             )
 
     def _since(self, way: Way, number: int) -> int:
@@ -275,14 +275,14 @@ class Sessions:
         The model is looked at once for all passes that were started before.
         """
         trace, program = done.way.trace, self._program
-        if self._runner.workers.times_told != done.times_told:
+        if self._runner.workers.times_sent != done.times_sent:
             return False  # they have heard since of a change that this pass did not know of
         which = done.training, done.number
         if self._looked.get(which, 0) >= done.count:
             return True
         self._opened_modules.check()
         is_same = program.model.training == done.training and program.recordings.holds(trace)
-        if is_same and self._runner.workers.is_as_told():
+        if is_same and self._runner.workers.is_as_sent():
             self._looked[which] = self._passes
             return True
         return False
@@ -398,8 +398,8 @@ class Sessions:
         if done.assumed:
             done = self._confirmed(done)
         try:
-            told = self.together.telling(Finish(done.started.order.number))
-            with self._runner.steps.failing(), told:
+            sent = self.together.broadcasting(Finish(done.started.order.number))
+            with self._runner.steps.failing(), sent:
                 outcome = self._runner.finish(done.started)
             done.way = self._runner.ways(done.training)[done.number]  # others may have taken over
             leaves = self._leaves_of(done, outcome)
@@ -477,7 +477,7 @@ class Sessions:
         if not residents:
             return list(leaves)
         numbers = [r.seen.value.number for r in residents]
-        with self.together.telling(Fetch(numbers)):
+        with self.together.broadcasting(Fetch(numbers)):
             found = self._runner.workers.fetch_states(numbers)
         result = []
         for leaf in leaves:
@@ -499,7 +499,7 @@ class Sessions:
         if gone or self._weights_since is not None:
             self._weights_since = None
             # who is gone has let go of everything
-            with suppress(ClosedError, WorkerError), self.together.telling(Drop(gone)):
+            with suppress(ClosedError, WorkerError), self.together.broadcasting(Drop(gone)):
                 self._runner.surviving(lambda: self._runner.workers.drop_states(gone))
 
     def refresh(self) -> None:

@@ -195,7 +195,7 @@ class Ways:
         self.traces: list[Trace] = [] if before is None else list(before.traces)
         self._apart: list[Apart] = [] if before is None else list(before._apart)
         self._ways: list[Way] = []  # as many of them as the workers know
-        self._agreed = 0
+        self._confirmed = 0
         self._void: set[int] = set() if before is None else set(before._void)
         if before is None:
             self._add(program.trace(training))
@@ -235,13 +235,13 @@ class Ways:
         if number == len(self) and self.taken(leaves, lambda trace: apart) != number:
             self._add_void()
 
-    def agree(self, taken: Iterable[int]) -> None:
+    def confirm(self, taken: Iterable[int]) -> None:
         """A pass that has taken these went well, so all processes have them, and those before."""
-        self._agreed = max(self._agreed, 1 + max(taken))
+        self._confirmed = max(self._confirmed, 1 + max(taken))
 
     def forget_others(self) -> None:
         """Void the ways that were new in a pass that failed: other processes may not have them."""
-        self._void.update(range(self._agreed, len(self)))
+        self._void.update(range(self._confirmed, len(self)))
 
     def _add_void(self) -> None:
         self._void.add(self._add(self._program.trace(self.training)))

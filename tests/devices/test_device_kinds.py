@@ -116,11 +116,11 @@ def test_links_let_their_senders_wait_for_copies_at_the_end_of_a_pass() -> None:
         link.send(0, (values,))
         link.send_gradients(0, [gradients])
         assert waits(machine, ONE) == waits(machine, TWO) == []
-        link.settle(results=True)
-        link.settle(results=True)  # nothing was sent since
+        link.wait_for_copies(results=True)
+        link.wait_for_copies(results=True)  # nothing was sent since
         assert len(waits(machine, ONE)) == 1
         assert waits(machine, TWO) == []
-        link.settle(results=False)
+        link.wait_for_copies(results=False)
         assert len(waits(machine, TWO)) == 1
 
 

@@ -279,7 +279,7 @@ class RunPass:
         forgotten: modes and numbers of batches that will not come back.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
-        tells: whether to say what forwards have left in modules.
+        reports_memory: whether to say what forwards have left in modules.
         kind: a number by which a `RunLike` refers to it, if one may.
     """
 
@@ -291,7 +291,7 @@ class RunPass:
     forgotten: Sequence[tuple[bool, int]]
     settings: Settings | None
     wanted: Sequence[int] | None = None
-    tells: bool = False
+    reports_memory: bool = False
     kind: int | None = None
 
     def of(self, replica: Replica) -> RunPass:
@@ -342,7 +342,7 @@ class RunPass:
             own.put_memory_back()
         if order.goes_back:
             own.end()
-        if self.tells:
+        if self.reports_memory:
             outcome.memory = own.memory.found()
         return outcome
 

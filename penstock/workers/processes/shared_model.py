@@ -149,35 +149,35 @@ class _Versions:
 
     Attributes:
         tensors: which.
-        told: as the workers were told.
+        sent: as the workers were told.
         known: and as they certainly know.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
 
     def add(self, tensor: torch.Tensor) -> None:
         """One more, which they know as it is."""
         self.tensors.append(tensor)
-        self.told.append(_version(tensor))
-        self.known.append(self.told[-1])
+        self.sent.append(_version(tensor))
+        self.known.append(self.sent[-1])
 
     def written(self) -> tuple[int, ...]:
         """The tensors that were changed in place since this was last asked."""
         now = list(map(_version, self.tensors))
-        if now == self.told:
+        if now == self.sent:
             return ()
-        before, self.told = self.told, now
+        before, self.sent = self.sent, now
         return tuple(k for k, version in enumerate(before) if version != now[k])
 
     def confirm(self) -> None:
         """What they were told has arrived."""
-        self.known = list(self.told)
+        self.known = list(self.sent)
 
     def doubt(self) -> None:
         """What they were told may be lost."""
-        self.told = list(self.known)
+        self.sent = list(self.known)
 
 
 @dataclass
@@ -497,7 +497,7 @@ class SharedModel:
         for parameter in changed:
             number = self.number(place, parameter)
             if number is not None and not self._is_replicated:  # others do not
-                part.versions.told[number] += 1  # the worker knows this one
+                part.versions.sent[number] += 1  # the worker knows this one
 
     def confirm(self) -> None:
         """What the workers were told has arrived, all of it."""

@@ -125,7 +125,7 @@ class ProcessWorkers(Workers):
         of_places = devices[: len(self._places)]
         self._shared = SharedModel(of_places, plan.replicas, self._grant, memories)
         self._remotes = [Remote(place, self._shared, model) for place in self._places]
-        self._settings = self._told = modes.settings
+        self._settings = self._sent_settings = modes.settings
         self._settings_changed = False
         self._kinds: dict[tuple[Any, ...], int] = {}  # of orders that the processes have all seen
         self._ran = Before()
@@ -267,11 +267,11 @@ class ProcessWorkers(Workers):
             self._passes += 1
             jobs: Sequence[Job] = [] if forgotten else self._brief(order)
             if not jobs:
-                before, self._told = self._told, Settings.here(self._accelerator)
-                self._settings_changed |= self._told != self._settings
+                before, self._sent_settings = self._sent_settings, Settings.here(self._accelerator)
+                self._settings_changed |= self._sent_settings != self._settings
                 passes = [self._pass(k, order, loss, forgotten) for k in self._places]
-                news = [told for p in passes for told in (p.training, p.attributes)]
-                self.times_told += any(n is not None for n in news) or self._told != before
+                news = [each for p in passes for each in (p.training, p.attributes)]
+                self.times_sent += any(n is not None for n in news) or self._sent_settings != before
                 jobs = [
                     passes[member.place].of(Replica(member.replica, self._plan.weights))
                     for member in self.members
@@ -307,9 +307,9 @@ class ProcessWorkers(Workers):
             training=remote.training(),
             attributes=packed_news(remote.news(), remote.modules),
             forgotten=forgotten,
-            settings=self._told if self._settings_changed else None,
+            settings=self._sent_settings if self._settings_changed else None,
             wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
-            tells=self._pool.keeps_survivors and self._looks_at_memories(),
+            reports_memory=self._pool.keeps_survivors and self._looks_at_memories(),
             kind=self._kind(order) if order.assumed else None,
         )
 
@@ -337,7 +337,7 @@ class ProcessWorkers(Workers):
         jobs[self._plan.placement[0]] = first
         return jobs
 
-    def is_as_told(self) -> bool:
+    def is_as_sent(self) -> bool:
         """Whether the processes know the model, and the settings of torch, as they are now.
 
         Raises:
@@ -346,7 +346,7 @@ class ProcessWorkers(Workers):
         for remote in self._remotes:
             remote.check()
         is_same = not any(remote.has_news() for remote in self._remotes)
-        return is_same and Settings.here(self._accelerator) == self._told
+        return is_same and Settings.here(self._accelerator) == self._sent_settings
 
     def _looks_at_memories(self) -> bool:
         """Whether it is asked after a pass what forwards have left: always, if they ever have.
@@ -367,7 +367,7 @@ class ProcessWorkers(Workers):
                 if order.goes_back:
                     self._shared.after(place)
                 seen = [parts[worker].statistics for worker in self._at(place)]
-                self._remotes[place].move_norms([each for each in seen if each])
+                self._remotes[place].move_batchnorms([each for each in seen if each])
             for worker, part in enumerate(parts):
                 if part.memory or (part.memory is not None and worker in self._memories):
                     self._memories[worker] = _kept(part.memory)

@@ -22,7 +22,7 @@ from penstock.links.pickling import Inbox, portable
 from penstock.links.wire import SPIN
 from penstock.workers.processes.remembering import Memory
 from penstock.workers.processes.worker_state import loading
-from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
+from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.rank import ActorRank
 
 _FRAMES = 4  # of the stack of a worker that is late
@@ -175,12 +175,12 @@ class Actor:
         self._lock = threading.Lock()  # of these two
         self._thread = 0
 
-    def do(self, number: int, parcel: Parcel) -> tuple[bool, Parcel]:
+    def do(self, number: int, packed: Pickled) -> tuple[bool, Pickled]:
         """Do a job.
 
         Args:
             number: of the jobs that all workers have been given together.
-            parcel: the job.
+            packed: the job.
 
         Returns:
             whether it failed; and the result, or the error.
@@ -193,15 +193,15 @@ class Actor:
                 if number <= self._given_up:
                     raise Aborted
             with loading():
-                job: Callable[[ActorState], Any] = unwrapped(parcel)
+                job: Callable[[ActorState], Any] = unpickled(packed)
             found, failed = job(own), False
             del job
         except BaseException as error:  # a sys.exit() in a module must not end the actor
             found, failed = portable(error, f"worker {own.worker}"), True
         try:
-            return failed, wrapped(found)
+            return failed, pickled(found)
         except Exception as error:
-            return True, wrapped(portable(_unsent(error, own.worker)))
+            return True, pickled(portable(_unsent(error, own.worker)))
 
     def give_up(self, number: int) -> None:
         """Give up this job and those before it; runs beside them, and may come after them."""

@@ -174,8 +174,7 @@ class News:
         for number, value in self.values.items():
             own.tensors[number].copy_(value)
         for number, gradient in self.gradients.items():
-            found = None if gradient is None else gradient.clone()  # of its own, not of the parcel
-            own.tensors[number].grad = found
+            own.tensors[number].grad = None if gradient is None else gradient.clone()
         for number in self.zeroed:
             if (present := own.tensors[number].grad) is not None:
                 present.zero_()
@@ -505,7 +504,7 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Update:
     """Let a worker have the news of its tensors, and do nothing else."""
 
     news: News

@@ -17,7 +17,7 @@ from penstock.links.local import Aborted
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
 from penstock.workers.ray.actor import Actor
 from penstock.workers.ray.cluster import Cluster, kill, ray
-from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
+from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.watch import Watch
 
 _GRACE = 15.0  # seconds that workers have to notice that a pass was given up
@@ -109,20 +109,20 @@ class ActorPool(Pool):
 
     def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         assert isinstance(current, _Sent)
-        parcel = self._parcel(worker, job, current)
-        current.refs[worker] = self._actors[worker].do.remote(current.number, parcel)
+        packed = self._pickled(worker, job, current)
+        current.refs[worker] = self._actors[worker].do.remote(current.number, packed)
 
-    def _parcel(self, worker: int, job: Job, current: _Sent) -> Any:
+    def _pickled(self, worker: int, job: Job, current: _Sent) -> Any:
         """The job, pickled once for all workers that have it."""
         if id(job) not in current.parcels:
             try:
-                parcel: Parcel = wrapped(job)
+                packed: Pickled = pickled(job)
             except Exception as error:
                 raise InputError(
                     f"worker {worker} is another process, and what it needs cannot be sent there: "
                     f'{type(error).__name__}: {error}. Use workers="threads"'
                 ) from error
-            kept = ray().put(parcel) if parcel.nbytes > _LARGE else parcel
+            kept = ray().put(packed) if packed.nbytes > _LARGE else packed
             current.parcels[id(job)] = job, kept
         return current.parcels[id(job)][1]
 
@@ -153,8 +153,8 @@ class ActorPool(Pool):
         """Take a report, or notice that there will be none."""
         errors = ray().exceptions
         try:
-            failed, parcel = ray().get(ref)
-            value = unwrapped(parcel)
+            failed, packed = ray().get(ref)
+            value = unpickled(packed)
         except errors.RayActorError as error:
             self._note(worker, Result(None, self._deaths.get(worker) or self._lost(worker, error)))
         except Exception as error:

@@ -68,8 +68,8 @@ from penstock.workers.ray.jobs import (
     MakePart,
     News,
     StartPass,
-    Tell,
     Unscale,
+    Update,
 )
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.parts import ActorParts
@@ -544,7 +544,7 @@ class RayWorkers(Workers):
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
-        self._run(self._with_news(Tell))
+        self._run(self._with_news(Update))
         places = [member.place for member in self.members]
         jobs, rest, portion, count = divided(save, _At(self._model), places)
         self._run(jobs, timeout=TIMEOUT)

@@ -192,9 +192,9 @@ class ThreadWorkers(Workers):
                 twins.refresh(fresh)
             outcome = self._own_part(member, order)
             if twins:
-                twins.settle()
+                twins.wait_for_copies()
             for link, sends in self._ends[member.number]:  # what was sent may be written now
-                link.settle(results=sends)
+                link.wait_for_copies(results=sends)
             return outcome
 
     def _own_part(self, member: Member, order: Order) -> Outcome:
@@ -350,7 +350,7 @@ class ThreadWorkers(Workers):
         for common in self._in_order:
             common.wait_for(before)
         for twins in self._twins.values():
-            twins.settle()
+            twins.wait_for_copies()
         return job()
 
     def close(self) -> None:

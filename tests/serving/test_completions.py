@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.serving import Served
-from penstock.serving.asked import Reader
+from penstock.serving.completions import Reader
 from penstock.serving.plain import as_plain, prediction
 from penstock.serving.refusal import Refusal
 from tests.serving.models import CONTEXT, END, gpt2, letters, net
