@@ -233,7 +233,7 @@ class _Part:
         Returns:
             what they have to know of it, if it is new to them.
         """
-        if self.slot >= 0 and (has_gradients or not self._are_in_segments) and not self.is_kept():
+        if self.slot >= 0 and self._suits(has_gradients) and not self.is_kept():
             return None
         self.let_go()  # whoever else refers to them now keeps their memory
         if not self.parameters:
@@ -245,7 +245,7 @@ class _Part:
         self.memory = segment.borrow()
         if not is_new:
             return None
-        handles = [kind_of(self.device).shared(g) for g in self._made()]
+        handles = list(map(handle_of, self._made()))
         news = grant(segment.fd), segment.size, self.places, handles
         segment.close()
         return news
@@ -258,8 +258,15 @@ class _Part:
         """Those of a new slot that are in no segment."""
         if not self._are_in_segments:
             with torch.inference_mode(False):
-                self._gradients = [_like(parameter) for parameter in self.parameters]
+                self._gradients = [_room_for(parameter) for parameter in self.parameters]
         return self._gradients
+
+    def _suits(self, has_gradients: bool) -> bool:
+        """Whether the slot that is there is one for the next pass: there are free ones on CPUs."""
+        if self._are_in_segments:
+            return has_gradients
+        pairs = zip(self.parameters, self._gradients, strict=True)
+        return all(gradient.numel() or not p.requires_grad for p, gradient in pairs if p.numel())
 
     def note(self, present: Sequence[int]) -> None:
         """Write into the slot which parameters have a gradient."""
@@ -357,7 +364,7 @@ class SharedModel:
             package = self._package(place, memory.segment, packages)
             shared = described(number, tensor, memory.place)
             if memory.segment is None:
-                shared = replace(shared, handle=kind_of(tensor.device).shared(tensor))
+                shared = replace(shared, handle=handle_of(tensor))
             package.tensors.append(shared)
             part.versions.add(tensor)
             part.addresses.append(memory.address)
@@ -558,7 +565,24 @@ def described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
     return Shared(number, place, is_parameter, dict(tensor.__dict__), (seen, added))
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of the same device for a tensor that lies as this one does."""
-    shape, stride = tensor.shape, tensor.stride()
-    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+def handle_of(tensor: torch.Tensor) -> Any:
+    """What a worker needs to have a tensor's memory on a device other than the CPU.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        return kind_of(tensor.device).shared(tensor)
+    except RuntimeError as error:
+        raise InputError(
+            f"memory of {tensor.device} cannot be shared with a worker process: {error}. Use "
+            'workers="threads", or an allocator without expandable segments'
+        ) from error
+
+
+def _room_for(parameter: nn.Parameter) -> torch.Tensor:
+    """Memory for its gradient, which lies as it does; none if it asks for no gradient."""
+    shape, stride = parameter.shape, parameter.stride()
+    if not parameter.requires_grad:
+        shape, stride = torch.Size([0]), (1,)
+    return torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)

@@ -9,7 +9,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -180,8 +180,11 @@ class WorkerState:
         failed, value = False, None
         try:
             value = job(self)
+            self._wait_for_device()
         except BaseException as error:
             failed, value = True, portable(_named(error, self.worker, doing))
+            with suppress(RuntimeError):  # if the device has failed, that is the error
+                self._wait_for_device()
         del job
         self.record.note(0)
         try:
@@ -207,10 +210,13 @@ class WorkerState:
         """What was on a device of the driver's is wanted on this one, if it is of that kind."""
         return self.device if self.device.type == device.type else device
 
-    def _report(self, failed: bool, value: Any) -> None:
-        """Tell the driver what has come of the job, once the device has done it."""
+    def _wait_for_device(self) -> None:
+        """Until it has done what the driver will see."""
         if kind_of(self.device).has_streams:
             kind_of(self.device).synchronize(self.device)
+
+    def _report(self, failed: bool, value: Any) -> None:
+        """Tell the driver what has come of the job."""
         data, tensors = pack(value)
         with self._lender.lend(tensors) as loan:
             report = Report(self.dispatch, failed, data, loan.lent, self.leaves)
