@@ -69,10 +69,10 @@ def test_gradients_have_one_slot_until_the_user_keeps_what_is_in_it(
     assert (again.slot, again.news, again.present) == (first.slot, None, (0, 1))
     for p in parameters:
         p.grad = None
+    shared.clear()
     assert own.before(0).news is None
     filled(parameters, own)
     kept: Any = parameters[0].grad.view(-1)[1:]  # type: ignore[union-attr]
-    del shared[:]
     for p in parameters:
         p.grad = None
     other = own.before(0)
