@@ -10,6 +10,7 @@ Attributes of public objects that start with an underscore (`_version`, `_parame
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,8 +108,12 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """How many tensors have a part of this one's memory; itself, and those of Python's storages."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """How many there are that refer to a tensor's memory: tensors, and storages in Python.
+
+    One that is alone counts itself, the storage that is looked at here, and the look.
+    """
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def end_allocating(device: int, pool: tuple[int, int]) -> None:

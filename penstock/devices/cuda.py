@@ -38,20 +38,18 @@ class Cuda(Accelerator):
         return tuple(map(_said, _SETTINGS))
 
     def set_settings(self, settings: Sequence[str]) -> None:
-        """Set those that differ: some are two names of one thing."""
+        """Set those that differ: several names may stand for one setting."""
         for setting, wanted in zip(_SETTINGS, settings, strict=True):
             if wanted and _said(setting) != wanted:
                 _set(setting, wanted)
 
     def shared(self, tensor: torch.Tensor) -> Any:
-        """By CUDA's handles for other processes, as in `torch.multiprocessing`."""
-        return reductions.reduce_tensor(tensor.detach())
+        """By an IPC handle, as in `torch.multiprocessing`."""
+        return _Shared(tensor)
 
-    def opened(self, shared: Any) -> torch.Tensor:
-        """The tensor; this process counts as a user of its memory until it lets go of it."""
-        make, args = shared
-        tensor: torch.Tensor = make(*args)
-        return tensor
+    def release_shared(self) -> None:
+        """PyTorch looks for such memory only now and then."""
+        torch.cuda.ipc_collect()
 
     def recorder(self, device: torch.device) -> Recorder:
         """By CUDA graphs."""
@@ -111,6 +109,16 @@ def _said(setting: str) -> str:
         return str(found() if callable(found) else found)
     except (AttributeError, RuntimeError):
         return ""
+
+
+class _Shared:
+    """A tensor that is pickled as an IPC handle."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    def __reduce__(self) -> Any:
+        return reductions.reduce_tensor(self._tensor)
 
 
 def _set(setting: str, wanted: str) -> None:

@@ -122,8 +122,8 @@ class Kind(ABC):
             methods about streams must not be called.
         can_record: whether work can be recorded and replayed; if not, `recorder` must not be
             called.
-        can_share: whether several processes can have the same memory; if not, `shared` and `opened`
-            must not be called.
+        can_share: whether several processes can have the same memory; if not, `shared` and
+            `release_shared` must not be called.
     """
 
     type: str
@@ -214,15 +214,18 @@ class Kind(ABC):
         """
 
     def shared(self, tensor: torch.Tensor) -> Any:
-        """What another process needs to have a tensor's memory, too; can be pickled, for one use.
+        """What is the same tensor in a process that unpickles it, once.
 
-        The memory stays as long as either process has it. What is written there is seen by the
-        other one once the device has done it, for which nobody waits by himself.
+        The memory stays as long as either process has it. Neither waits for what the other one's
+        device has still to do there.
+
+        Raises:
+            RuntimeError: when it is pickled, the driver or the allocator does not share memory.
         """
         raise TypeError(f"memory of {self.type} devices cannot be shared between processes")
 
-    def opened(self, shared: Any) -> torch.Tensor:
-        """The tensor, in another process, of what `shared` has given there."""
+    def release_shared(self) -> None:
+        """Give back the memory of `shared` tensors that no process has any more."""
         raise TypeError(f"memory of {self.type} devices cannot be shared between processes")
 
     # -- random numbers -----------------------------------------------------------------------

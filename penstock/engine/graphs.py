@@ -336,7 +336,7 @@ class Graphs:
 
         slot.results, slot.forward = self._record(work, self._draws)
         self._check(slot)
-        slot.roots = edges([r for r in slot.results if isinstance(r, torch.Tensor)])
+        slot.roots = edges(tuple(r for r in slot.results if isinstance(r, torch.Tensor)))
         return slot
 
     @contextmanager

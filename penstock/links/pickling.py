@@ -18,14 +18,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from penstock.devices.layout import alike
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted
-from penstock.links.segment import Place
+from penstock.links.segment import Place, brought, shift_of
 from penstock.links.shared_memory import is_plain, laid_out
 
-Placing = Callable[[torch.device], torch.device]
-"""The device of a process that stands for one of another process."""
+DeviceFor = Callable[[torch.device], torch.device]
+"""The device on which a process wants what was on this device of another process."""
 
 
 class Packed(NamedTuple):
@@ -57,7 +56,7 @@ def pack(obj: Any) -> Packed:
     return Packed(buffer.getvalue(), tensors)
 
 
-def unpack(data: bytes, tensors: Sequence[torch.Tensor], to: Placing | None = None) -> Any:
+def unpack(data: bytes, tensors: Sequence[torch.Tensor], to: DeviceFor | None = None) -> Any:
     """The object that `pack` made into these bytes and tensors.
 
     Args:
@@ -204,7 +203,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             if number is None:
                 return super().reducer_override(obj)
             if obj.device.type != "cpu":
-                return _found_on, (number, str(obj.device))
+                return _found_on, (number, str(obj.device), shift_of(obj))
             return _found, (number,)
         if isinstance(obj, (type, FunctionType)) and _is_ours(obj):  # every process can import it
             return NotImplemented
@@ -320,33 +319,32 @@ def _found(number: int) -> Any:
     raise pickle.UnpicklingError(f"tensor {number} of this pickle is not in it")
 
 
-def _found_on(number: int, device: str) -> Any:
-    """Likewise for its `_brought`."""
+def _found_on(number: int, device: str, shift: int) -> Any:
+    """In a pickle this stands for the unpickler's `_brought`."""
     raise pickle.UnpicklingError(f"tensor {number} of this pickle is not in it")
 
 
 class _Unpacker(pickle.Unpickler):
     def __init__(
-        self, buffer: io.BytesIO, find: Callable[[int], Any], to: Placing | None = None
+        self, buffer: io.BytesIO, find: Callable[[int], Any], to: DeviceFor | None = None
     ) -> None:
         super().__init__(buffer)
         self._find, self._to = find, to
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == __name__ and name in _STANDING:
-            return self._find if name == _found.__name__ else self._brought
+        if module == __name__ and name == _found.__name__:
+            return self._find
+        if module == __name__ and name == _found_on.__name__:
+            return self._brought
         return super().find_class(module, name)
 
-    def _brought(self, number: int, device: str) -> Any:
-        """A tensor that was on this device."""
+    def _brought(self, number: int, device: str, shift: int) -> Any:
+        """A tensor that was on this device, so many bytes behind an alignment."""
         found = self._find(number)
         if self._to is None:
             return found
-        to = self._to(torch.device(device))
-        return alike(found, lambda tensor: tensor.to(to), to=to).requires_grad_(found.requires_grad)
+        copy = brought(found.detach(), self._to(torch.device(device)), shift)
+        return copy.requires_grad_(found.requires_grad)
 
     def persistent_load(self, pid: Any) -> Any:
         return self._find(pid)
-
-
-_STANDING = {_found.__name__, _found_on.__name__}

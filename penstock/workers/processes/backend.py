@@ -60,12 +60,10 @@ class ProcessBackend(DrivenBackend):
         others = [str(device) for device in self.devices if device.type != "cpu"]
         if others and survives:
             raise InputError(
-                "on_failure= is for worker processes on CPUs, whose memory outlives them, and not "
-                f"for {others[0]}. pipe.autosave(folder, every=...) and penstock.resume let a "
-                "script go on that was started again"
+                "on_failure= is for worker processes on CPUs, whose optimizer state outlives them, "
+                f"and not for {others[0]}. Use pipe.autosave(folder, every=...) and "
+                "penstock.resume: a script that is started again goes on there"
             )
-        if others:
-            self.why_one_replica = "There is one replica, as worker processes on GPUs have one."
         self._allocator_kept = allocator_kept
         self._survives, self._spares = survives, spares
         self._memories = survivors.memories if survivors is not None else {}

@@ -19,7 +19,6 @@ from penstock.capture.randomness import Key as RandomKey
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.devices.kind import Kind
-from penstock.devices.kinds import kind_of
 from penstock.devices.settings import Settings
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
@@ -259,7 +258,7 @@ def mapped(own: WorkerState, package: Package) -> Iterator[tuple[Shared, torch.T
     """The tensors of a package, and where they are."""
     if package.grant < 0:
         for shared in package.tensors:
-            yield shared, kind_of(own.device).opened(shared.handle)
+            yield shared, shared.shared
         return
     segment = own.segment(package.grant, package.size)
     tensors = segment.tensors([shared.place for shared in package.tensors])
@@ -308,8 +307,8 @@ class RunPass:
         if self.settings is not None:
             self.settings.apply()
         with loading():
-            loss: Loss | None = unpack(*self.loss, own.place_of) if self.loss else None
-            attributes: News = unpack(*self.attributes, own.place_of) if self.attributes else {}
+            loss: Loss | None = unpack(*self.loss, own.device_for) if self.loss else None
+            attributes: News = unpack(*self.attributes, own.device_for) if self.attributes else {}
         for mode, number in self.forgotten:
             own.assemblies[mode].forget(number)
         if self.training is not None:

@@ -29,7 +29,7 @@ from penstock.workers.ownership import conflict
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dictionaries, or None
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
-_ALONE = 2  # uses of a storage that one tensor has, as `storage_uses` counts
+_ALONE = storage_uses(torch.empty(1))
 
 Grant = Callable[[int, int], int]
 """Sends the workers at a place a file descriptor; returns the number under which they have it."""
@@ -45,7 +45,7 @@ class Shared:
         is_parameter: whether it is a parameter.
         attributes: those that the user has set on it.
         hooks: of its gradient: those that see it, and those that are called once it is added up.
-        handle: of its memory, if that is a device's, see `penstock.devices.kind.Kind.shared`.
+        shared: itself, if it is on a device other than the CPU, see `Kind.shared` in `devices/`.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Shared:
     is_parameter: bool
     attributes: dict[str, Any]
     hooks: tuple[Sequence[Any], Sequence[Any]]
-    handle: Any = None
+    shared: Any = None
 
     def tensor(self, memory: torch.Tensor) -> torch.Tensor:
         """The worker's own tensor for this memory."""
@@ -116,8 +116,8 @@ class Memory:
         return self.tensor.data_ptr() == self.address
 
 
-News = tuple[int, int, list[Place], Sequence[Any]]
-"""A segment's grant and size, the places in it, and the handles of tensors that are not."""
+NewSlot = tuple[int, int, list[Place], Sequence[Any]]
+"""A segment's grant and size, the places in it, and the tensors that are not in it but shared."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Gradients:
         slot: the number of the segment for them.
         news: that segment's grant and size, and the places in it, if it is new. At the last one is
             a byte for each parameter: whether it has a gradient there. Gradients on a device other
-            than the CPU are not in it, and their handles follow.
+            than the CPU are not in it, and follow.
         present: the numbers of the parameters that have a gradient now.
         requires_grad: for every parameter, if that has changed.
         written: the numbers of tensors that the driver has changed in place since it last said so.
@@ -136,7 +136,7 @@ class Gradients:
     """
 
     slot: int = -1
-    news: News | None = None
+    news: NewSlot | None = None
     present: tuple[int, ...] = ()
     requires_grad: tuple[bool, ...] | None = None
     written: tuple[int, ...] = ()
@@ -201,6 +201,7 @@ class _Part:
     addresses: list[int] = field(default_factory=list)  # of the tensors
     hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
+    _made_slots: int = 0  # on a device other than the CPU
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -223,7 +224,7 @@ class _Part:
         self.let_go()
         self.slot, self.slots = -1, Slots()
 
-    def renew(self, has_gradients: bool, grant: Callable[[int], int]) -> News | None:
+    def renew(self, has_gradients: bool, grant: Callable[[int], int]) -> NewSlot | None:
         """Have a slot for the gradients of the next pass.
 
         Args:
@@ -241,25 +242,25 @@ class _Part:
         if self._are_in_segments:
             self.slot, segment, is_new = self.slots.lend(self.size)
         else:
-            self.slot, segment, is_new = self.slot + 1, Segment(self.size), True
+            self.slot = -1  # unless there is memory for all of it
+            self._gradients, segment, is_new = self._made(), Segment(self.size), True
+            self.slot, self._made_slots = self._made_slots, self._made_slots + 1
         self.memory = segment.borrow()
         if not is_new:
             return None
-        handles = list(map(handle_of, self._made()))
-        news = grant(segment.fd), segment.size, self.places, handles
+        shared = [kind_of(self.device).shared(gradient) for gradient in self._gradients]
+        new = grant(segment.fd), segment.size, self.places, shared
         segment.close()
-        return news
+        return new
 
     @property
     def _are_in_segments(self) -> bool:
         return self.device.type == "cpu"
 
     def _made(self) -> list[torch.Tensor]:
-        """Those of a new slot that are in no segment."""
-        if not self._are_in_segments:
-            with torch.inference_mode(False):
-                self._gradients = [_room_for(parameter) for parameter in self.parameters]
-        return self._gradients
+        """Memory for the gradients of all parameters that ask for one."""
+        with torch.inference_mode(False):
+            return [_room_for(parameter) for parameter in self.parameters]
 
     def _suits(self, has_gradients: bool) -> bool:
         """Whether the slot that is there is one for the next pass: there are free ones on CPUs."""
@@ -319,6 +320,7 @@ class SharedModel:
         self.memories = dict(memories or {})
         self._grant = grant
         self._is_replicated = replicas > 1
+        self._is_renewed = False
         self._parts = [_Part(device) for device in devices]
         self._owners: dict[int, tuple[int, int]] = {}  # by id: the place, and its number there
         self._crossing: dict[int, int] = {}  # by id: the numbers of those that several see
@@ -364,7 +366,7 @@ class SharedModel:
             package = self._package(place, memory.segment, packages)
             shared = described(number, tensor, memory.place)
             if memory.segment is None:
-                shared = replace(shared, handle=handle_of(tensor))
+                shared = replace(shared, shared=kind_of(tensor.device).shared(tensor))
             package.tensors.append(shared)
             part.versions.add(tensor)
             part.addresses.append(memory.address)
@@ -385,7 +387,8 @@ class SharedModel:
     def show(self, place: int, links: Mapping[int, Sequence[torch.Tensor]]) -> Crossing:
         """Let the workers at a place name tensors to others, or be named them.
 
-        Those that are nowhere in memory that is shared are left out, and those on devices.
+        Those that are nowhere in memory that is shared are left out, and those on other devices
+        than the CPU.
 
         Args:
             place: of the workers.
@@ -481,6 +484,7 @@ class SharedModel:
         part = self._parts[place]
         present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
         news = part.renew(bool(present), partial(self._grant, place))
+        self._is_renewed |= news is not None
         slots = part.gradients() if present else []
         others = [k for k in present if part.parameters[k].grad is not slots[k]]
         given = [part.parameters[k].grad for k in others]
@@ -495,6 +499,11 @@ class SharedModel:
         written, crossing = part.versions.written(), part.crossing.written()
         crossing = tuple(self._crossing[id(part.crossing.tensors[k])] for k in crossing)
         return Gradients(part.slot, news, present, changed_to, written, crossing)
+
+    def renewed(self) -> bool:
+        """Whether there were new slots since this was last asked."""
+        is_renewed, self._is_renewed = self._is_renewed, False
+        return is_renewed
 
     def stepped(self, place: int, parameters: Iterable[torch.Tensor]) -> None:
         """Let autograd here know that a worker has changed these in place."""
@@ -563,21 +572,6 @@ def described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
     hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     seen, added = (list(found.values()) if found else [] for found in hooks)
     return Shared(number, place, is_parameter, dict(tensor.__dict__), (seen, added))
-
-
-def handle_of(tensor: torch.Tensor) -> Any:
-    """What a worker needs to have a tensor's memory on a device other than the CPU.
-
-    Raises:
-        InputError: there is none.
-    """
-    try:
-        return kind_of(tensor.device).shared(tensor)
-    except RuntimeError as error:
-        raise InputError(
-            f"memory of {tensor.device} cannot be shared with a worker process: {error}. Use "
-            'workers="threads", or an allocator without expandable segments'
-        ) from error
 
 
 def _room_for(parameter: nn.Parameter) -> torch.Tensor:

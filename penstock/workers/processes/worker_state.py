@@ -25,7 +25,7 @@ from penstock.engine.replicas import ONLY, Adding
 from penstock.engine.residents import Residents
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
-from penstock.links.pickling import Inbox, Placing, pack, portable, unpack
+from penstock.links.pickling import DeviceFor, Inbox, pack, portable, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
 from penstock.links.weights import Weights
@@ -200,15 +200,15 @@ class WorkerState:
         message: Give | GiveUp | Grant = pickle.loads(data)
         if isinstance(message, Give):
             tensors = self._borrower.borrow(message.tensors, fd)
-            self._jobs.append((message.dispatch, _unpacked(message.job, tensors, self.place_of)))
+            self._jobs.append((message.dispatch, _unpacked(message.job, tensors, self.device_for)))
         elif isinstance(message, GiveUp):
             self._given_up = message.dispatch
         else:
             self._grants[message.number] = fd
 
-    def place_of(self, device: torch.device) -> torch.device:
-        """What was on a device of the driver's is wanted on this one, if it is of that kind."""
-        return self.device if self.device.type == device.type else device
+    def device_for(self, device: torch.device) -> torch.device:
+        """What was on any device but the CPU is wanted on this worker's."""
+        return self.device
 
     def _wait_for_device(self) -> None:
         """Until it has done what the driver will see."""
@@ -274,7 +274,7 @@ class WorkerState:
             tensors = self.segment(grant, size).tensors(places)
             if shared:
                 self.slots.clear()  # others are not used again
-                tensors = [*map(kind_of(self.device).opened, shared), *tensors]
+                tensors = [*shared, *tensors]
             self.slots[self._slot] = Slot.of(tensors)
         parameters, slot = self._parameters(), self.slots.get(self._slot, NO_SLOT)
         if gradients.requires_grad is not None:
@@ -540,7 +540,7 @@ def _give_up(own: WorkerState) -> None:
     raise Aborted
 
 
-def _unpacked(data: bytes, tensors: Sequence[Any], to: Placing) -> Callable[[WorkerState], Any]:
+def _unpacked(data: bytes, tensors: Sequence[Any], to: DeviceFor) -> Callable[[WorkerState], Any]:
     """The job, whose tensors are brought `to` devices; or one that says why it is not possible."""
     try:
         with loading():

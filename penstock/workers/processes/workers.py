@@ -243,6 +243,7 @@ class ProcessWorkers(Workers):
                 cut - 1: [find(self._model, name) for name in names.values()]
                 for cut, names in way.crossing.items()
                 if (placement[cut - 1] == place) != (placement[cut] == place)
+                and self._are_cpus(placement[cut - 1], placement[cut])
             }
             return AddWay(packages, packed, outbox.pack(modules), turns, remote.show(links))
         except Exception as error:
@@ -250,6 +251,9 @@ class ProcessWorkers(Workers):
                 f"the stages of worker {place} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
+
+    def _are_cpus(self, *places: int) -> bool:
+        return all(self.devices[place].type == "cpu" for place in places)
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -377,6 +381,8 @@ class ProcessWorkers(Workers):
                 self._shared.confirm()
                 for remote in self._remotes:
                     remote.confirm()
+            if self._shared.renewed():
+                self._release_shared()
             self._backups.drop(order.number)  # last: until then everything can be undone
         except BaseException as error:
             self.give_up(error)
@@ -551,11 +557,19 @@ class ProcessWorkers(Workers):
         with self._lock:
             self._closer = me
             is_used = self._pool.under_way and self._starter != me  # that thread hears of it
-        with suppress(PenstockError):  # if they are gone already, so is what they remember
-            for parts in () if is_used else self._parts:
-                parts.keep()
-        self._pool.close()
-        self.board.close()
+        try:
+            with suppress(PenstockError):  # if they are gone already, so is what they remember
+                for parts in () if is_used else self._parts:
+                    parts.keep()
+        finally:
+            self._pool.close()
+            self.board.close()
+            self._release_shared()
+
+    def _release_shared(self) -> None:
+        """Give back memory of devices that workers have let go of."""
+        if self._accelerator is not None:
+            self._accelerator.release_shared()
 
 
 def _kept(found: Mapping[Key, Found]) -> dict[Key, Found]:

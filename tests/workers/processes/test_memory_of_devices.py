@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
+from penstock.links.segment import Place, brought
 from penstock.workers.processes import shared_model as module
 from penstock.workers.processes.shared_model import SharedModel
 
@@ -18,14 +19,14 @@ META = torch.device("meta")
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The tensors of which handles were given away."""
+    """The tensors that were shared."""
     given: list[torch.Tensor] = []
 
-    def handle(tensor: torch.Tensor) -> int:
+    def share(tensor: torch.Tensor) -> int:
         given.append(tensor)
         return len(given)
 
-    monkeypatch.setattr(module, "kind_of", lambda device: SimpleNamespace(shared=handle))
+    monkeypatch.setattr(module, "kind_of", lambda device: SimpleNamespace(shared=share))
     return given
 
 
@@ -48,7 +49,7 @@ def test_tensors_stay_where_they_are(shared: list[torch.Tensor]) -> None:
     before = [p.data_ptr() for p in layer.parameters()]
     (package,) = made.share(0, list(layer.parameters()))
     assert (package.grant, package.size) == (-1, 0)
-    assert [each.handle for each in package.tensors] == [1, 2]
+    assert [each.shared for each in package.tensors] == [1, 2]
     assert [p.data_ptr() for p in layer.parameters()] == before
     assert made.share(0, list(layer.parameters())) == []
 
@@ -102,15 +103,65 @@ def test_parameters_that_ask_for_no_gradient_have_no_memory_for_one(
     assert own.before(0).news is None
 
 
-def test_memory_that_cannot_be_shared_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(tensor: torch.Tensor) -> None:
-        raise RuntimeError("invalid argument")
+@pytest.mark.parametrize("keeps", ["gradient", "view", "storage"])
+def test_what_the_user_keeps_is_left_alone(shared: list[torch.Tensor], keeps: str) -> None:
+    layer = nn.Linear(3, 2, device=META)
+    own = model_of(layer)
+    slot = own.before(0).slot
+    filled(list(layer.parameters()), own)
+    gradient: Any = layer.weight.grad
+    kept = {"gradient": gradient, "view": gradient[0], "storage": gradient.untyped_storage()}[keeps]
+    shared.clear()
+    del gradient
+    layer.zero_grad()
+    assert own.before(0).slot == slot + 1
+    del kept
+    layer.zero_grad()
+    shared.clear()
+    assert own.before(0).slot == slot + 1
 
-    monkeypatch.setattr(module, "kind_of", lambda device: SimpleNamespace(shared=refuses))
-    with pytest.raises(InputError, match="cannot be shared with a worker process: invalid arg"):
-        model_of(nn.Linear(3, 2, device=META))
+
+def test_without_memory_for_a_slot_the_next_pass_tries_again(
+    shared: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Linear(3, 2, device=META)
+    own = model_of(layer)
+
+    def fails(parameter: nn.Parameter) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_room_for", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            own.before(0)
+    assert own.before(0).news is not None
 
 
 def test_a_tensor_elsewhere_is_an_error(shared: list[torch.Tensor]) -> None:
     with pytest.raises(InputError, match="is on cpu, and its worker process on meta"):
         model_of(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("stride", [(12, 1), (1, 0), (1, 4), (0, 0)])
+def test_what_is_brought_to_a_device_lies_as_it_did(stride: tuple[int, int]) -> None:
+    tensor = torch.zeros(64).as_strided((4, 3), stride)
+    copy = brought(tensor, META, shift=20)
+    assert (copy.shape, copy.stride(), copy.storage_offset()) == (tensor.shape, stride, 5)
+
+
+def test_tensors_know_how_far_behind_an_alignment_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Elsewhere:
+        """A tensor that begins 300 bytes into memory of a device."""
+
+        dtype, shape, requires_grad, device = torch.float32, torch.Size([2, 2]), False, META
+
+        def stride(self) -> tuple[int, int]:
+            return 2, 1
+
+        def data_ptr(self) -> int:
+            return 4096 + 300
+
+    place = module.place_of(Elsewhere(), 64)  # type: ignore[arg-type]
+    assert place == Place(torch.float32, (2, 2), (2, 1), 64, False, 300 % 256)
