@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Generator as Iterated
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from penstock.capture.trees import map_leaves
+from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.devices.streams import with_streams
 from penstock.errors import ClosedError, InputError, StatesLost
 from penstock.generation.script import Ended, Script
@@ -32,6 +33,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         rows: the sequences, by their numbers in the batch.
+            One is there as often as it is generated: `num_return_sequences` times.
         tokens: an int64 tensor with one token for each of these rows; of a sequence that has ended
             before, the padding token.
     """
@@ -84,7 +86,10 @@ class Job:
     def taken(self) -> Iterator[Tokens]:
         """The new tokens that were not taken yet."""
         while self._tokens:
-            yield Tokens(self.group.rows, self._tokens.popleft())
+            tokens = self._tokens.popleft()
+            each = max(1, len(tokens) // len(self.group.rows))
+            rows = self.group.rows
+            yield Tokens(rows if each == 1 else [r for r in rows for _ in range(each)], tokens)
 
     def begin(self) -> None:
         """It begins, perhaps again: tokens that come once more are left out."""
@@ -386,22 +391,28 @@ def _tokens(
     Raises:
         InputError: the arguments have no rows.
     """
-    if _is_of_transformers(model) and any(kwargs.get(name) for name in _COLLECTED):
+    if _is_of_transformers(model) and any(
+        _setting(model, args, kwargs, name) for name in _COLLECTED
+    ):
         _have_hooks(model)
+    args, kwargs = _with_list_first(args, kwargs)
     listed = bool(args) and isinstance(args[0], (list, tuple))
     if listed:
         groups = _prompts(args, kwargs)
     else:
         size = 1 if options.rowwise else options.group_size
-        groups = groups_of(args, kwargs, size, sessions.width)
+        whole = vars(getattr(model, "generation_config", None) or _Nothing())
+        groups = groups_of(args, kwargs, size, sessions.width, whole)
     _check_apart(groups)
+    _check_streamer(groups, options)
     groups = [_with_own_numbers(group) for group in groups]
     most = options.in_flight or sessions.most
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
     generator = Generator(model, sessions, most, threads)
     if listed:
         return _generated(generator, jobs, None, 0)
-    return _generated(generator, jobs, _padding(model, kwargs), _num_beams(model, kwargs))
+    beams = _setting(model, args, kwargs, "num_beams") or 1
+    return _generated(generator, jobs, _padding(model, args, kwargs), int(beams))
 
 
 def _generated(
@@ -497,14 +508,30 @@ def _drawn() -> int:
     return int(torch.randint(0, 2**31, ()))
 
 
-def _padding(model: nn.Module, kwargs: Mapping[str, Any]) -> int:
+class _Nothing:
+    """Has no settings of generation."""
+
+
+def _setting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """A setting of generation as transformers finds it; `None` if nobody has set it.
+
+    Args:
+        model: whose own settings are the last that count.
+        args, kwargs: as of the model's `generate`; a `GenerationConfig` may be among them.
+        name: of the setting.
+    """
+    given = [kwargs.get("generation_config"), *args[1:2]]
+    configs = [*given, getattr(model, "generation_config", None)]
+    candidates = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((found for found in candidates if found is not None), None)
+
+
+def _padding(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """The token that sequences are padded with, as transformers chooses it."""
-    given = kwargs.get("generation_config"), getattr(model, "generation_config", None)
-    candidates = [kwargs.get("pad_token_id")]
-    candidates += [getattr(config, "pad_token_id", None) for config in given]
-    candidates += [kwargs.get("eos_token_id")]
-    candidates += [getattr(config, "eos_token_id", None) for config in given]
-    for token in candidates:
+    for name in ("pad_token_id", "eos_token_id"):
+        token = _setting(model, args, kwargs, name)
+        if isinstance(token, torch.Tensor):
+            token = token.reshape(-1).tolist()
         if token is not None:
             return int(token[0] if isinstance(token, (list, tuple)) else token)
     return 0
@@ -513,22 +540,37 @@ def _padding(model: nn.Module, kwargs: Mapping[str, Any]) -> int:
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
+_HOOKED = "_output_capturing_hooks_installed"  # as transformers notes it
+
+
 def _have_hooks(model: nn.Module) -> None:
     """Let a model of transformers have the hooks that collect hidden states and the like.
 
     Its forward would install them when it is first asked, and stay changed, which no recording may.
+    A part of it may have them already: it must not have them twice.
     """
     with suppress(ImportError):  # before transformers 5 there were none
+        from transformers import PreTrainedModel
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-        maybe_install_capturing_hooks(model)
+        if not any(hasattr(module, _HOOKED) for module in model.modules()):
+            if isinstance(model, PreTrainedModel):
+                maybe_install_capturing_hooks(model)
+                return
+        elif getattr(model, _HOOKED, False):
+            return
+        for child in model.children():
+            _have_hooks(child)
 
 
-def _num_beams(model: nn.Module, kwargs: Mapping[str, Any]) -> int:
-    """How many beams transformers has for every sequence."""
-    given = kwargs.get("generation_config"), getattr(model, "generation_config", None)
-    candidates = [kwargs.get("num_beams"), *(getattr(c, "num_beams", None) for c in given)]
-    return next((int(beams) for beams in candidates if beams is not None), 1)
+def _with_list_first(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments, of which a list of prompts that was given by its name is the first."""
+    for name in ("input_ids", "inputs"):
+        if not args and isinstance(kwargs.get(name), (list, tuple)):
+            return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
+    return tuple(args), kwargs
 
 
 def _prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Group]:
@@ -578,6 +620,24 @@ def _check_apart(groups: Sequence[Group]) -> None:
             )
 
 
+def _check_streamer(groups: Sequence[Group], options: Options) -> None:
+    """Raise if a streamer would not get the tokens of one batch.
+
+    Raises:
+        InputError: it would not.
+    """
+    if groups[0].kwargs.get("streamer") is None:
+        return
+    if options.stream:
+        raise InputError("stream=True and streamer= both take the tokens as they come: give one")
+    if len(groups) > 1:
+        raise InputError(
+            f"streamer= would get the tokens of {len(groups)} groups of sequences one among "
+            "another. Use stream=True, which says whose tokens they are, or have one group: "
+            "group_size= the number of sequences"
+        )
+
+
 def _with_own_numbers(group: Group) -> Group:
     """A group whose functions are told the numbers that its sequences have in the batch."""
     allowed = group.kwargs.get("prefix_allowed_tokens_fn")
@@ -591,7 +651,11 @@ def _with_own_numbers(group: Group) -> Group:
 
 
 def groups_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any], size: int | None, most: int
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    size: int | None,
+    most: int,
+    whole: Collection[str] = (),
 ) -> list[Group]:
     """A batch as groups of sequences.
 
@@ -600,26 +664,49 @@ def groups_of(
             split, everything else is given to each group.
         size: how many sequences a group has; `None` for `most` groups of about the same size.
         most: see above.
+        whole: the names of settings, which are never split.
 
     Raises:
-        InputError: no argument has rows.
+        InputError: no argument has rows, or of one it is not known which are whose.
     """
-    tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim)
-    first = next(tensors, None)
+    own_kwargs = {name: v for name, v in kwargs.items() if name not in whole}
+    tensors = [v for v in (*args, *own_kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim]
+    tensors += [v for v in tree_leaves(own_kwargs) if isinstance(v, torch.Tensor) and v.ndim]
+    first = next(iter(tensors), None)
     if first is None:
         raise InputError("generate needs a tensor with one row for each sequence, such as the ids")
     rows = len(first)
     if rows == 0:
         raise InputError("there are no sequences: the first tensor has no rows")
     count = min(most, rows) if size is None else -(-rows // size)
+    _check_media(kwargs, rows, count)
+    settings = {name: v for name, v in kwargs.items() if name in whole}
     groups, start = [], 0
     for k in range(count):
         own = rows // count + (k < rows % count) if size is None else min(size, rows - start)
         part = partial(_part, rows=rows, start=start, size=own)
-        own_args, own_kwargs = map_leaves(part, (tuple(args), dict(kwargs)))
-        groups.append(Group(range(start, start + own), own_args, own_kwargs))
+        of_args, of_kwargs = map_leaves(part, (tuple(args), own_kwargs))
+        groups.append(Group(range(start, start + own), of_args, {**of_kwargs, **settings}))
         start += own
     return groups
+
+
+_MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
+
+
+def _check_media(kwargs: Mapping[str, Any], rows: int, groups: int) -> None:
+    """Raise if images or the like, of all sequences, would go to several groups.
+
+    Raises:
+        InputError: they would.
+    """
+    for name, value in kwargs.items() if groups > 1 else ():
+        is_of_all = isinstance(value, torch.Tensor) and value.ndim and len(value) != rows
+        if is_of_all and name.startswith(_MEDIA):
+            raise InputError(
+                f"{name}= has {len(value)} entries, and there are {rows} sequences, so it is not "
+                f"known which are whose. Have one group: group_size={rows}"
+            )
 
 
 def _part(leaf: Any, rows: int, start: int, size: int) -> Any:
@@ -662,17 +749,27 @@ def _joined(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
 def _joined_output(results: Sequence[Any], padding: int) -> Any:
     """Outputs of transformers' `generate` as one.
 
-    What has an entry for each step is joined if all groups have taken as many. What cannot be
-    joined, such as caches that are with the workers, is `None`.
+    What has an entry for each step has one for each step of the longest group; in those that come
+    after a group has ended its numbers are NaN. What cannot be joined, such as caches that are with
+    the workers, is `None`.
     """
     values: dict[str, Any] = {}
     for name in results[0]:
         parts = [result[name] for result in results]
         pads = {"sequences": padding, "beam_indices": _NO_BEAM}
-        is_padded = isinstance(parts[0], torch.Tensor) and name in pads
-        values[name] = _joined(parts, pads[name]) if is_padded else _along_rows(parts)
+        if isinstance(parts[0], torch.Tensor) and name in pads:
+            values[name] = _joined(parts, pads[name])
+        else:
+            values[name] = _along_rows(_in_all_steps(parts) if name in _BY_STEP else parts)
     return type(results[0])(**values)
 
+
+_OF_STEPS = ("attentions", "hidden_states")
+_BY_STEP = {
+    *("scores", "logits", "cross_attentions", *_OF_STEPS),
+    *(f"decoder_{name}" for name in _OF_STEPS),
+}
+"""Fields of transformers' outputs that have an entry for each step."""
 
 _NO_BEAM = -1  # as transformers marks where a sequence has ended
 
@@ -689,6 +786,28 @@ def _beams_of_the_batch(result: Any, first: int) -> Any:
         return result
     values = {**result, "beam_indices": torch.where(beams < 0, beams, beams + first)}
     return type(result)(**values)
+
+
+def _in_all_steps(parts: Sequence[Any]) -> Sequence[Any]:
+    """The steps of several groups, of which none has fewer than another."""
+    if not all(isinstance(part, tuple) for part in parts):
+        return parts
+    longest = max(parts, key=len)
+    return [
+        (*part, *(_after_end(each, part[0]) for each in longest[len(part) :])) for part in parts
+    ]
+
+
+def _after_end(step: Any, own: Any) -> Any:
+    """What stands for a step that a group does not take: NaN, or 0 where there is none.
+
+    Args:
+        step: that of another group.
+        own: a step of this one, which has its rows.
+    """
+    if isinstance(step, tuple):
+        return tuple(map(_after_end, step, own))
+    return step.new_full((len(own), *step.shape[1:]), math.nan if step.is_floating_point() else 0)
 
 
 def _along_rows(parts: Sequence[Any]) -> Any:

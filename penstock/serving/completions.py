@@ -12,10 +12,14 @@ import torch
 from penstock.generation.generate import Group, Job
 from penstock.serving.refusal import Refusal, wrong
 from penstock.serving.served import Served
+from penstock.serving.text import Stopping
 
 _TOKENS = 16  # that are generated if /v1/completions does not say how many, as OpenAI's does
 _STOPS = 4  # stop sequences that a request may have, as OpenAI's
 _SEEDS = 1 << 63
+
+ONE_BEAM: Mapping[str, Any] = {"num_beams": 1}
+"""Tokens are streamed, which beams cannot be, whatever the model's own settings say."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -177,16 +181,18 @@ class Reader:
             requested: the sequences.
             seed: of the first one.
         """
-        arguments = dict(requested.arguments)
+        arguments = {**requested.arguments, **ONE_BEAM}
         arguments["max_new_tokens"] = requested.max_tokens
         if self._padding is not None:
             arguments["pad_token_id"] = self._padding
-        if requested.stop:
-            arguments |= {"stop_strings": list(requested.stop), "tokenizer": self._served.tokenizer}
         jobs = []
         for k, prompt in enumerate(requested.prompts):
             ids = torch.tensor([list(prompt)], dtype=torch.long)
             own = {**arguments, "attention_mask": torch.ones_like(ids)}
+            if requested.stop:
+                own["stopping_criteria"] = [
+                    Stopping(self._served.tokenizer, requested.stop, len(prompt))
+                ]
             jobs.append(Job(Group(range(1), (ids,), own), seed + k, streams=True))
         return jobs
 
