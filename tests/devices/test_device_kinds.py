@@ -15,6 +15,7 @@ from penstock.devices.memory import in_use
 from penstock.devices.streams import Copies, on
 from penstock.links.local import LocalLink
 from penstock.profile.halving import halving_seconds
+from tests.support.models import uniform_plan
 from tests.support.simulated.machine import Kernel, Machine, Wait
 from tests.support.simulated.module import install, simulated
 
@@ -138,3 +139,24 @@ def test_processes_cannot_share_the_memory_of_every_kind() -> None:
         ps.Pipeline(
             torch.nn.Linear(2, 2), (torch.ones(2, 2),), devices=[ONE, TWO], workers="processes"
         )
+
+
+def test_what_no_stage_uses_goes_to_the_first_device() -> None:
+    """There the first worker's part of an optimizer expects it, and so does a process."""
+
+    class Unused(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            self.mask = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x))
+
+    with simulated(Machine(2)):
+        model, x = Unused().to(TWO), torch.ones(2, 2, device=TWO)
+        program = ps.capture(model, (x,))
+        plan = uniform_plan(program, 2, 1)
+        with ps.Pipeline(model, (x,), devices=[ONE, TWO], plan=plan, program=program):
+            assert model.mask.device == ONE
+            assert model.two.weight.device == TWO
