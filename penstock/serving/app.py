@@ -213,20 +213,20 @@ class Endpoints:
             )
 
     async def _generate(
-        self, request: Request, requested: CompletionRequest, is_chat: bool, since: float
+        self, request: Request, wanted: CompletionRequest, is_chat: bool, since: float
     ) -> Response:
-        seed = secrets.randbelow(1 << 31) if requested.seed is None else requested.seed
-        events = _Events(self._engine, self._reader.jobs(requested, seed), self._timeout)
+        seed = secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
+        events = _Events(self._engine, self._reader.jobs(wanted, seed), self._timeout)
         ends = self._reader.ends
-        texts = [Text(self._served.tokenizer, ends, requested.stop) for _ in requested.prompts]
+        texts = [Text(self._served.tokenizer, ends, wanted.stop) for _ in wanted.prompts]
         answer = Answer(self._served.name, is_chat)
-        if requested.stream:
-            pieces = self._pieces(events, texts, answer, requested, since)
+        if wanted.stream:
+            pieces = self._pieces(events, texts, answer, wanted, since)
             first = await _unless_gone(request, anext(pieces))  # what fails at once has its status
             stream = self._stream(first, pieces, events, since)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return _Stream(stream, media_type="text/event-stream", headers=headers)
-        whole = await _unless_gone(request, self._whole(events, texts, answer, requested, since))
+        whole = await _unless_gone(request, self._whole(events, texts, answer, wanted, since))
         self._counts.ended("done", since)
         return _json(whole)
 
@@ -247,7 +247,7 @@ class Endpoints:
         events: _Events,
         texts: Sequence[Text],
         answer: Answer,
-        requested: CompletionRequest,
+        wanted: CompletionRequest,
         since: float,
     ) -> dict[str, Any]:
         """The whole answer."""
@@ -255,14 +255,14 @@ class Endpoints:
         async for number, text, _ in self._texts(events, texts, since):
             parts[number].append(text)
         reasons = [_reason(text) for text in texts]
-        return answer.whole(["".join(part) for part in parts], reasons, *_usage(requested, texts))
+        return answer.whole(["".join(part) for part in parts], reasons, *_usage(wanted, texts))
 
     async def _pieces(
         self,
         events: _Events,
         texts: Sequence[Text],
         answer: Answer,
-        requested: CompletionRequest,
+        wanted: CompletionRequest,
         since: float,
     ) -> AsyncIterator[dict[str, Any]]:
         """The answer in pieces."""
@@ -276,8 +276,8 @@ class Endpoints:
                 yield answer.piece(number, text)
             if is_over:
                 yield answer.piece(number, "", _reason(texts[number]))
-        if requested.counts:
-            yield answer.usage(*_usage(requested, texts))
+        if wanted.counts:
+            yield answer.usage(*_usage(wanted, texts))
 
     async def _stream(
         self,
@@ -338,8 +338,8 @@ def _reason(text: Text) -> Reason:
     return "stop" if text.stopped else "length"
 
 
-def _usage(requested: CompletionRequest, texts: Sequence[Text]) -> tuple[int, int]:
-    return sum(map(len, requested.prompts)), sum(text.tokens for text in texts)
+def _usage(wanted: CompletionRequest, texts: Sequence[Text]) -> tuple[int, int]:
+    return sum(map(len, wanted.prompts)), sum(text.tokens for text in texts)
 
 
 def _no_model(name: str, served: str) -> Refusal:

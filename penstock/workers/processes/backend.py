@@ -26,6 +26,7 @@ from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
 
 _TIMEOUT = 120.0  # seconds; most of it for starting
+_LEAVE_DEVICES = 10.0  # to let go of a device's memory, which is kept for a process that is killed
 
 
 class ProcessBackend(DrivenBackend):
@@ -72,7 +73,9 @@ class ProcessBackend(DrivenBackend):
         self.probe = ProcessProbe(self._pool)
 
     def _pool_of(self, count: int, survivors: Survivors | None = None) -> ProcessPool:
-        return ProcessPool(count, lambda: None, survivors, self._survives, self._spares)
+        is_on_cpus = all(device.type == "cpu" for device in self.devices)
+        leave = {} if is_on_cpus else {"leave": _LEAVE_DEVICES}
+        return ProcessPool(count, lambda: None, survivors, self._survives, self._spares, **leave)
 
     def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
         others = [d for d in devices if d.type != "cpu" and not kind_of(d).can_share]

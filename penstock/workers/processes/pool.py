@@ -185,6 +185,7 @@ class ProcessPool(Pool):
             not suffice.
         keeps_survivors: if a process ends, whether the others wait for `survivors`.
         spares: how many more processes wait, to be among the survivors.
+        leave: seconds that they have to end by themselves, when they are dismissed.
 
     Attributes:
         board: where the processes note what they do.
@@ -203,6 +204,7 @@ class ProcessPool(Pool):
         survivors: Survivors | None = None,
         keeps_survivors: bool = False,
         spares: int = 0,
+        leave: float = _LEAVE,
     ) -> None:
         super().__init__(count, _GRACE, reset)
         self.board = new_board(count)
@@ -212,7 +214,7 @@ class ProcessPool(Pool):
         self._processes: list[_Process] = []
         self._spares: list[_Process] = []
         self._grants = 0
-        self._leave = [_LEAVE]
+        self._leave = [leave]
         every = self._processes, self._spares
         self._finalizer = weakref.finalize(self, _dismiss_all, every, self._leave)
         disown_in_forks(self)
