@@ -401,8 +401,8 @@ def _tokens(
         groups = _prompts(args, kwargs)
     else:
         size = 1 if options.rowwise else options.group_size
-        whole = vars(getattr(model, "generation_config", None) or _Nothing())
-        groups = groups_of(args, kwargs, size, sessions.width, whole)
+        settings = vars(getattr(model, "generation_config", None) or _Nothing())
+        groups = groups_of(args, kwargs, size, sessions.width, settings.keys() - _BY_ROW)
     _check_apart(groups)
     _check_streamer(groups, options)
     groups = [_with_own_numbers(group) for group in groups]
@@ -636,6 +636,10 @@ def _check_streamer(groups: Sequence[Group], options: Options) -> None:
             "another. Use stream=True, which says whose tokens they are, or have one group: "
             "group_size= the number of sequences"
         )
+
+
+_BY_ROW = {"decoder_start_token_id"}
+"""Settings that may be a tensor with an entry for each sequence."""
 
 
 def _with_own_numbers(group: Group) -> Group:

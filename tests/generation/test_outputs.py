@@ -102,6 +102,20 @@ def test_settings_are_not_split_into_rows() -> None:
     assert torch.equal(found, wanted)
 
 
+def test_every_sequence_may_begin_with_another_token() -> None:
+    model, ids = t5(), tokens()
+    starts = torch.tensor([0, 3, 4, 5])
+    options: dict[str, Any] = {"max_new_tokens": 6}
+    groups = [
+        {"input_ids": ids[a : a + 2], "decoder_start_token_id": starts[a : a + 2]}
+        for a in range(0, 4, 2)
+    ]
+    wanted = padded(expected(model, groups, **options))
+    with pipeline(model) as pipe:
+        found = pipe.generate(ids, decoder_start_token_id=starts, group_size=2, **options)
+    assert torch.equal(found, wanted)
+
+
 class Listener(transformers.generation.streamers.BaseStreamer):
     def __init__(self) -> None:
         self.got: list[list[int]] = []
