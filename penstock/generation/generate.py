@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Generator as Iterated
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.devices.streams import with_streams
 from penstock.errors import ClosedError, InputError, StatesLost
+from penstock.generation.groups import (
+    BY_ROW,
+    Group,
+    check_apart,
+    groups_of,
+    prompts_of,
+    with_list_first,
+    with_own_numbers,
+)
+from penstock.generation.outputs import beams_of_the_batch, merged
 from penstock.generation.script import Ended, Script
 from penstock.generation.stand_in import lengths_in, named, stand_in
 from penstock.sessions.session import Pass, Session, Sessions
@@ -40,21 +47,6 @@ class Tokens(NamedTuple):
 
     rows: Sequence[int]
     tokens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Group:
-    """Sequences that are generated together.
-
-    Attributes:
-        rows: their numbers in the batch.
-        args: positional arguments of the model's `generate`, for these rows.
-        kwargs: keyword arguments likewise.
-    """
-
-    rows: Sequence[int]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 class Job:
@@ -395,17 +387,17 @@ def _tokens(
         _setting(model, args, kwargs, name) for name in _COLLECTED
     ):
         _have_hooks(model)
-    args, kwargs = _with_list_first(args, kwargs)
+    args, kwargs = with_list_first(args, kwargs)
     listed = bool(args) and isinstance(args[0], (list, tuple))
     if listed:
-        groups = _prompts(args, kwargs)
+        groups = prompts_of(args, kwargs)
     else:
         size = 1 if options.rowwise else options.group_size
         settings = vars(getattr(model, "generation_config", None) or _Nothing())
-        groups = groups_of(args, kwargs, size, sessions.width, settings.keys() - _BY_ROW)
-    _check_apart(groups)
+        groups = groups_of(args, kwargs, size, sessions.width, settings.keys() - BY_ROW)
+    check_apart(groups)
     _check_streamer(groups, options)
-    groups = [_with_own_numbers(group) for group in groups]
+    groups = [with_own_numbers(group) for group in groups]
     most = options.in_flight or sessions.most
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
     generator = Generator(model, sessions, most, threads)
@@ -430,7 +422,7 @@ def _generated(
         what they have returned, together or in a list; nothing if their tokens were wanted.
     """
     yield from run(generator, jobs)
-    results = [_beams_of_the_batch(job.result, job.group.rows[0] * beams) for job in jobs]
+    results = [beams_of_the_batch(job.result, job.group.rows[0] * beams) for job in jobs]
     if any(job.streams for job in jobs):
         return None
     return results if padding is None else merged(results, padding)
@@ -563,63 +555,6 @@ def _have_hooks(model: nn.Module) -> None:
             _have_hooks(child)
 
 
-def _with_list_first(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments, of which a list of prompts that was given by its name is the first."""
-    for name in ("input_ids", "inputs"):
-        if not args and isinstance(kwargs.get(name), (list, tuple)):
-            return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
-    return tuple(args), kwargs
-
-
-def _prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Group]:
-    """A list of prompts of any lengths, each a group of its own.
-
-    Raises:
-        InputError: one is no tensor of tokens, or there is none.
-    """
-    if kwargs.get("attention_mask") is not None:
-        raise InputError(
-            "prompts in a list have no padding, so leave attention_mask out; padded prompts are "
-            "one tensor"
-        )
-    groups = []
-    for k, prompt in enumerate(args[0]):
-        is_tensor = isinstance(prompt, torch.Tensor)
-        what = f"a tensor of shape {tuple(prompt.shape)}" if is_tensor else type(prompt).__name__
-        is_one = is_tensor and (prompt.ndim == 1 or (prompt.ndim == 2 and len(prompt) == 1))
-        if not is_one or not prompt.numel():
-            raise InputError(
-                f"prompt {k} is {what}: a list of prompts has for each a tensor of its tokens, "
-                "one at least, of shape (length,) or (1, length)"
-            )
-        own = prompt.reshape(1, -1) if prompt.ndim == 1 else prompt
-        groups.append(Group(range(k, k + 1), (own, *args[1:]), kwargs))
-    if not groups:
-        raise InputError("there are no prompts in the list")
-    return groups
-
-
-_OF_ALL = ("past_key_values", "cache_params", "state")  # what all calls of a model write into
-
-
-def _check_apart(groups: Sequence[Group]) -> None:
-    """Raise if several groups would write into one cache.
-
-    Raises:
-        InputError: they would.
-    """
-    for name in _OF_ALL if len(groups) > 1 else ():
-        value = groups[0].kwargs.get(name)
-        if value is not None and value is groups[1].kwargs[name]:
-            raise InputError(
-                f"{name}= is one {type(value).__name__}, and there are {len(groups)} groups of "
-                "sequences, each of which would write into it. Leave it out, or have one group: "
-                "group_size= the number of sequences"
-            )
-
-
 def _check_streamer(groups: Sequence[Group], options: Options) -> None:
     """Raise if a streamer would not get the tokens of one batch.
 
@@ -636,190 +571,3 @@ def _check_streamer(groups: Sequence[Group], options: Options) -> None:
             "another. Use stream=True, which says whose tokens they are, or have one group: "
             "group_size= the number of sequences"
         )
-
-
-_BY_ROW = {"decoder_start_token_id"}
-"""Settings that may be a tensor with an entry for each sequence."""
-
-
-def _with_own_numbers(group: Group) -> Group:
-    """A group whose functions are told the numbers that its sequences have in the batch."""
-    allowed = group.kwargs.get("prefix_allowed_tokens_fn")
-    if allowed is None or not group.rows[0]:
-        return group
-
-    def shifted(row: int, tokens: torch.Tensor) -> Any:
-        return allowed(group.rows[0] + row, tokens)
-
-    return replace(group, kwargs={**group.kwargs, "prefix_allowed_tokens_fn": shifted})
-
-
-def groups_of(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    size: int | None,
-    most: int,
-    whole: Collection[str] = (),
-) -> list[Group]:
-    """A batch as groups of sequences.
-
-    Args:
-        args, kwargs: as of the model's `generate`; tensors with one entry for each sequence are
-            split, everything else is given to each group.
-        size: how many sequences a group has; `None` for `most` groups of about the same size.
-        most: see above.
-        whole: the names of settings, which are never split.
-
-    Raises:
-        InputError: no argument has rows, or of one it is not known which are whose.
-    """
-    own_kwargs = {name: v for name, v in kwargs.items() if name not in whole}
-    tensors = [v for v in (*args, *own_kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim]
-    tensors += [v for v in tree_leaves(own_kwargs) if isinstance(v, torch.Tensor) and v.ndim]
-    first = next(iter(tensors), None)
-    if first is None:
-        raise InputError("generate needs a tensor with one row for each sequence, such as the ids")
-    rows = len(first)
-    if rows == 0:
-        raise InputError("there are no sequences: the first tensor has no rows")
-    count = min(most, rows) if size is None else -(-rows // size)
-    _check_media(kwargs, rows, count)
-    settings = {name: v for name, v in kwargs.items() if name in whole}
-    groups, start = [], 0
-    for k in range(count):
-        own = rows // count + (k < rows % count) if size is None else min(size, rows - start)
-        part = partial(_part, rows=rows, start=start, size=own)
-        of_args, of_kwargs = map_leaves(part, (tuple(args), own_kwargs))
-        groups.append(Group(range(start, start + own), of_args, {**of_kwargs, **settings}))
-        start += own
-    return groups
-
-
-_MEDIA = ("pixel_values", "image_", "video_", "audio_", "input_features", "input_values")
-
-
-def _check_media(kwargs: Mapping[str, Any], rows: int, groups: int) -> None:
-    """Raise if images or the like, of all sequences, would go to several groups.
-
-    Raises:
-        InputError: they would.
-    """
-    for name, value in kwargs.items() if groups > 1 else ():
-        is_of_all = isinstance(value, torch.Tensor) and value.ndim and len(value) != rows
-        if is_of_all and name.startswith(_MEDIA):
-            raise InputError(
-                f"{name}= has {len(value)} entries, and there are {rows} sequences, so it is not "
-                f"known which are whose. Have one group: group_size={rows}"
-            )
-
-
-def _part(leaf: Any, rows: int, start: int, size: int) -> Any:
-    has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == rows
-    return leaf[start : start + size] if has_rows else leaf
-
-
-def merged(results: Sequence[Any], padding: int) -> Any:
-    """What the model's `generate` would return for all groups together.
-
-    Sequences of groups that ended earlier are padded on the right.
-
-    Args:
-        results: of the groups, in order.
-        padding: the token.
-    """
-    if len(results) == 1:
-        return results[0]
-    first = results[0]
-    if isinstance(first, torch.Tensor):
-        return _joined(results, padding)
-    if isinstance(first, Mapping) and hasattr(first, "sequences"):
-        return _joined_output(results, padding)
-    if isinstance(first, (tuple, list)):
-        return type(first)(merged(list(each), padding) for each in zip(*results, strict=True))
-    return list(results)
-
-
-def _joined(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
-    """Tensors with rows one after another, the last dimension padded to the longest."""
-    if parts[0].ndim < 2 or len({part.shape[1:] for part in parts}) == 1:
-        return torch.cat(list(parts))
-    longest = max(part.shape[-1] for part in parts)
-    padded = [
-        nn.functional.pad(part, (0, longest - part.shape[-1]), value=padding) for part in parts
-    ]
-    return torch.cat(padded)
-
-
-def _joined_output(results: Sequence[Any], padding: int) -> Any:
-    """Outputs of transformers' `generate` as one.
-
-    What has an entry for each step has one for each step of the longest group; in those that come
-    after a group has ended its numbers are NaN. What cannot be joined, such as caches that are with
-    the workers, is `None`.
-    """
-    values: dict[str, Any] = {}
-    for name in results[0]:
-        parts = [result[name] for result in results]
-        pads = {"sequences": padding, "beam_indices": _NO_BEAM}
-        if isinstance(parts[0], torch.Tensor) and name in pads:
-            values[name] = _joined(parts, pads[name])
-        else:
-            values[name] = _along_rows(_in_all_steps(parts) if name in _BY_STEP else parts)
-    return type(results[0])(**values)
-
-
-_OF_STEPS = ("attentions", "hidden_states")
-_BY_STEP = {
-    *("scores", "logits", "cross_attentions", *_OF_STEPS),
-    *(f"decoder_{name}" for name in _OF_STEPS),
-}
-"""Fields of transformers' outputs that have an entry for each step."""
-
-_NO_BEAM = -1  # as transformers marks where a sequence has ended
-
-
-def _beams_of_the_batch(result: Any, first: int) -> Any:
-    """An output of transformers' `generate` whose beams have the numbers that they have in a batch.
-
-    Args:
-        result: of a group.
-        first: the number in the batch that its first beam has.
-    """
-    beams = result.get("beam_indices") if isinstance(result, Mapping) else None
-    if not isinstance(beams, torch.Tensor) or not first:
-        return result
-    values = {**result, "beam_indices": torch.where(beams < 0, beams, beams + first)}
-    return type(result)(**values)
-
-
-def _in_all_steps(parts: Sequence[Any]) -> Sequence[Any]:
-    """The steps of several groups, of which none has fewer than another."""
-    if not all(isinstance(part, tuple) for part in parts):
-        return parts
-    longest = max(parts, key=len)
-    return [
-        (*part, *(_after_end(each, part[0]) for each in longest[len(part) :])) for part in parts
-    ]
-
-
-def _after_end(step: Any, own: Any) -> Any:
-    """What stands for a step that a group does not take: NaN, or 0 where there is none.
-
-    Args:
-        step: that of another group.
-        own: a step of this one, which has its rows.
-    """
-    if isinstance(step, tuple):
-        return tuple(map(_after_end, step, own))
-    return step.new_full((len(own), *step.shape[1:]), math.nan if step.is_floating_point() else 0)
-
-
-def _along_rows(parts: Sequence[Any]) -> Any:
-    """Tensors with rows one after another, in tuples likewise; `None` if they do not fit."""
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        fits = len({part.shape[1:] for part in parts}) == 1
-        return torch.cat(list(parts)) if fits else None
-    if isinstance(first, tuple) and len({len(part) for part in parts}) == 1:
-        return tuple(map(_along_rows, zip(*parts, strict=True)))
-    return None

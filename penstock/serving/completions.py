@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from penstock.generation.generate import Group, Job
+from penstock.generation.generate import Job
+from penstock.generation.groups import Group
 from penstock.serving.refusal import Refusal, wrong
 from penstock.serving.served import Served
 from penstock.serving.text import Stopping

@@ -18,7 +18,8 @@ from penstock.board.metrics import bound
 from penstock.devices.choice import Devices
 from penstock.devices.kinds import accelerator
 from penstock.errors import InputError, PenstockError
-from penstock.generation.generate import Generator, Group, Job
+from penstock.generation.generate import Generator, Job
+from penstock.generation.groups import Group
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.serving.app import Endpoints
