@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted
 from penstock.links.segment import Place, brought, shift_of
-from penstock.links.shared_memory import is_plain, laid_out
+from penstock.links.shared_memory import Layout, is_plain, laid_out
 
 DeviceFor = Callable[[torch.device], torch.device]
 """The device on which a process wants what was on this device of another process."""
@@ -90,14 +90,21 @@ def unpack_with(data: bytes, find: Callable[[int], Any]) -> Any:
     return _Unpacker(io.BytesIO(data), find).load()
 
 
-def to_bytes(obj: Any) -> bytes:
-    """An object with the tensors in it, for a process that shares no memory with this one."""
+@torch.no_grad()
+def packed_together(obj: Any) -> tuple[bytes, Layout, torch.Tensor]:
+    """An object as bytes, where each of its tensors is, and uint8 memory that has them all."""
     data, tensors = pack(obj)
     layout, size = laid_out(tensors)
     base = torch.empty(size, dtype=torch.uint8)
     for place, tensor in zip(layout, tensors, strict=True):
         if isinstance(place, Place):
-            place.target(base.untyped_storage()).fill(tensor.detach())
+            place.target(base.untyped_storage()).fill(tensor)
+    return data, layout, base
+
+
+def to_bytes(obj: Any) -> bytes:
+    """An object with the tensors in it, for a process that shares no memory with this one."""
+    data, layout, base = packed_together(obj)
     return pickle.dumps((data, layout, bytes(base.numpy())))
 
 

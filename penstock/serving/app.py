@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -106,6 +107,29 @@ class _Events:
         """End what is not over."""
         if self._left:
             self._engine.cancel(self._ticket)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A request that is answered.
+
+    Attributes:
+        wanted: what it asks for.
+        answer: its form.
+        events: the tokens as they come.
+        texts: of every sequence.
+        since: when the request came.
+    """
+
+    wanted: CompletionRequest
+    answer: Answer
+    events: _Events
+    texts: Sequence[Text]
+    since: float
+
+    def usage(self) -> tuple[int, int]:
+        """The tokens of the prompts, and those that were generated."""
+        return sum(map(len, self.wanted.prompts)), sum(text.tokens for text in self.texts)
 
 
 class Endpoints:
@@ -219,65 +243,49 @@ class Endpoints:
         events = _Events(self._engine, self._reader.jobs(wanted, seed), self._timeout)
         ends = self._reader.ends
         texts = [Text(self._served.tokenizer, ends, wanted.stop) for _ in wanted.prompts]
-        answer = Answer(self._served.name, is_chat)
+        under_way = _UnderWay(wanted, Answer(self._served.name, is_chat), events, texts, since)
         if wanted.stream:
-            pieces = self._pieces(events, texts, answer, wanted, since)
+            pieces = self._pieces(under_way)
             first = await _unless_gone(request, anext(pieces))  # what fails at once has its status
             stream = self._stream(first, pieces, events, since)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return _Stream(stream, media_type="text/event-stream", headers=headers)
-        whole = await _unless_gone(request, self._whole(events, texts, answer, wanted, since))
+        whole = await _unless_gone(request, self._whole(under_way))
         self._counts.ended("done", since)
         return _json(whole)
 
-    async def _texts(
-        self, events: _Events, texts: Sequence[Text], since: float
-    ) -> AsyncIterator[tuple[int, str, bool]]:
+    async def _texts(self, of: _UnderWay) -> AsyncIterator[tuple[int, str, bool]]:
         """The number of a sequence, its new text, and whether it is over."""
         is_first = True
-        async for number, tokens, is_over in events.each():
+        async for number, tokens, is_over in of.events.each():
             if tokens:
-                self._counts.came(len(tokens), since if is_first else None)
+                self._counts.came(len(tokens), of.since if is_first else None)
                 is_first = False
-            text = texts[number].add(tokens)
-            yield number, text + texts[number].end() if is_over else text, is_over
+            text = of.texts[number].add(tokens)
+            yield number, text + of.texts[number].end() if is_over else text, is_over
 
-    async def _whole(
-        self,
-        events: _Events,
-        texts: Sequence[Text],
-        answer: Answer,
-        wanted: CompletionRequest,
-        since: float,
-    ) -> dict[str, Any]:
+    async def _whole(self, of: _UnderWay) -> dict[str, Any]:
         """The whole answer."""
-        parts: list[list[str]] = [[] for _ in texts]
-        async for number, text, _ in self._texts(events, texts, since):
+        parts: list[list[str]] = [[] for _ in of.texts]
+        async for number, text, _ in self._texts(of):
             parts[number].append(text)
-        reasons = [_reason(text) for text in texts]
-        return answer.whole(["".join(part) for part in parts], reasons, *_usage(wanted, texts))
+        reasons = [_reason(text) for text in of.texts]
+        return of.answer.whole(["".join(part) for part in parts], reasons, *of.usage())
 
-    async def _pieces(
-        self,
-        events: _Events,
-        texts: Sequence[Text],
-        answer: Answer,
-        wanted: CompletionRequest,
-        since: float,
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _pieces(self, of: _UnderWay) -> AsyncIterator[dict[str, Any]]:
         """The answer in pieces."""
         begun: set[int] = set()
-        async for number, text, is_over in self._texts(events, texts, since):
+        async for number, text, is_over in self._texts(of):
             if number not in begun:
                 begun.add(number)
-                for piece in answer.first(number):
+                for piece in of.answer.first(number):
                     yield piece
             if text:
-                yield answer.piece(number, text)
+                yield of.answer.piece(number, text)
             if is_over:
-                yield answer.piece(number, "", _reason(texts[number]))
-        if wanted.counts:
-            yield answer.usage(*_usage(wanted, texts))
+                yield of.answer.piece(number, "", _reason(of.texts[number]))
+        if of.wanted.counts:
+            yield of.answer.usage(*of.usage())
 
     async def _stream(
         self,
@@ -336,10 +344,6 @@ class _Stream(StreamingResponse):
 
 def _reason(text: Text) -> Reason:
     return "stop" if text.stopped else "length"
-
-
-def _usage(wanted: CompletionRequest, texts: Sequence[Text]) -> tuple[int, int]:
-    return sum(map(len, wanted.prompts)), sum(text.tokens for text in texts)
 
 
 def _no_model(name: str, served: str) -> Refusal:

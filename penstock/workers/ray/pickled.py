@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.links.pickling import pack, unpack
-from penstock.links.segment import Place
-from penstock.links.shared_memory import laid_out
+from penstock.links.pickling import packed_together, unpack
 
 
 class Pickled(NamedTuple):
@@ -35,18 +33,12 @@ class Pickled(NamedTuple):
         return len(self.data) + self.content.nbytes
 
 
-@torch.no_grad()
 def pickled(obj: Any) -> Pickled:
     """An object, pickled.
 
     Functions and classes of the user's script or notebook travel by value.
     """
-    data, tensors = pack(obj)
-    layout, size = laid_out(tensors)
-    base = torch.empty(size, dtype=torch.uint8)
-    for place, tensor in zip(layout, tensors, strict=True):
-        if isinstance(place, Place):
-            place.target(base.untyped_storage()).fill(tensor.detach())
+    data, layout, base = packed_together(obj)
     return Pickled(data, layout, base.numpy())
 
 
