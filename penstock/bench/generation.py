@@ -51,9 +51,8 @@ from penstock.bench.peers.generating import in_turn, saved, transformers_pipelin
 from penstock.bench.peers.peer import Peer, Recipe
 from penstock.bench.peers.pippy import pippy, plain
 from penstock.bench.peers.writing import Inference, Writing, last_logits
-from penstock.bench.replica_training import Ratio
 from penstock.bench.scouting import Make, Scouted, fastest, scout, tries
-from penstock.bench.turns import Ticker, Timed, take_turns
+from penstock.bench.turns import Ratio, Ticker, Timed, take_turns
 from penstock.bench.writers import writers
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
