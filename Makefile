@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs
 
-.PHONY: setup demo test test-torch test-share test-slow test-cuda zoo faults resume elastic fuzz lint bench figures docs clean
+.PHONY: setup demo test test-torch test-share test-slow test-cuda bench-cuda zoo faults resume elastic fuzz lint bench figures docs clean
 
 setup: $(READY)
 
@@ -49,6 +49,11 @@ test-slow: $(READY)
 # On this machine's GPUs; what needs more of them than there are is skipped, and says so.
 test-cuda: $(READY)
 	$(BIN)/pytest -m cuda --timeout 600
+
+# What Penstock costs on this machine's GPUs, and what stages and replicas gain there.
+bench-cuda: $(READY)
+	@mkdir -p out
+	$(BIN)/python -W ignore -m penstock.bench gpus --json out/gpus.json
 
 zoo: $(READY)
 	$(BIN)/python -W ignore -m tests.zoo --output docs/zoo

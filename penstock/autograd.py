@@ -109,7 +109,7 @@ class Passage:
         steps = self._runner.steps
         with steps.failing():
             gradients = self._runner.run(back).gradients
-            steps.tell(self.loss)
+            steps.call_hooks(self.loss)
         return gradients
 
 

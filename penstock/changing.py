@@ -50,6 +50,7 @@ class Given:
         weights: where parameters that are on `meta` come from; `None` when they have come.
         batchnorm, merge, audit: as in `Pipeline`.
         compile: arguments of `torch.compile`, if stages are compiled.
+        graphs: whether stages are run as CUDA graphs where they can.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Given:
     merge: Merge
     audit: Setting
     compile: Compile | None = None
+    graphs: bool = False
 
     def on(self, devices: Devices, now: Workers, threads: int) -> WorkerOptions:
         """The same workers on these devices; those on CPUs with as many threads as now.
@@ -254,12 +256,12 @@ def plan_for_others(of: Replanning) -> Plan:
     except PlanError as error:
         raise PlanError(
             f"there is no plan for {', '.join(map(str, of.backend.devices))} with "
-            f"{_asked(of.plan, of.request)}: {error}. The workers stay as they are; give other "
+            f"{_requested(of.plan, of.request)}: {error}. The workers stay as they are; give other "
             "devices, or build the pipeline with fewer options"
         ) from error
 
 
-def _asked(plan: Plan, request: Request) -> str:
+def _requested(plan: Plan, request: Request) -> str:
     """What the new plan had to be like, in words."""
     free = Request()
     names = (

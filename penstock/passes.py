@@ -222,7 +222,7 @@ class Passes:
             self._look_at_loss(objective, outcome)
         found = step_result(objective, outcome, result)
         if what == "train":
-            self._runner.steps.tell(outcome.loss if outcome.losses else None)
+            self._runner.steps.call_hooks(outcome.loss if outcome.losses else None)
         return found
 
     def _step_of_whole(
@@ -258,12 +258,12 @@ class Passes:
         workers, device = self._runner.workers, self._runner.loss_device
         what, key = "the loss of a whole batch", called.order.microbatches[0].key
         with workers.operation(what):
-            loss = told = None
+            loss = own = None
             if workers.role.has_loss:
                 loss = whole.loss(key, called.output, device)
-                told = StepResult(loss.detach(), None, whole.measured(key, called.output, device))
-            everyones = workers.all_gather(what, told)
-        found = told or next(each for each in everyones if each is not None)
+                own = StepResult(loss.detach(), None, whole.measured(key, called.output, device))
+            gathered = workers.all_gather(what, own)
+        found = own or next(each for each in gathered if each is not None)
         return stand_in(called.output) if loss is None else loss, found
 
     def _check_room(self) -> None:

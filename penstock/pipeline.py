@@ -37,11 +37,12 @@ from penstock.devices.choice import Devices, existing_devices
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
-from penstock.engine.batchnorm import BatchNormMode, closed_norms
+from penstock.engine.batchnorm import BatchNormMode, closed_batchnorms
 from penstock.engine.compiled import COMPILED_WHOLE, check_compiles, compile_options
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
 from penstock.engine.orders import Pass
+from penstock.engine.recordable import check_records
 from penstock.errors import InputError, PlanError, WorkerError, WorkerTimeout
 from penstock.generation.generate import Options, generate
 from penstock.links.casting import name_of
@@ -189,6 +190,11 @@ class Pipeline:
             It needs `inference=True`. The first passes of every kind are slow, as they compile.
             Results are those of the compiled stages, which are not bit for bit those of the model,
             so there is no audit.
+        cuda_graphs: whether the forward and the backward of every stage on a CUDA device are
+            recorded as CUDA graphs, with the same bits. The CPU then launches a stage at once
+            instead of kernel by kernel, which is faster where kernels are small; every micro-batch
+            in flight takes memory for its copy of the recording. `pipe.cuda_graphs` says which
+            stages are recorded. Not with `compile`, replicas, or `batchnorm="deferred"`.
         progress: called while the pipeline is built, with the number of steps done, the number of
             all steps, and a description. `"auto"` shows a progress line after two seconds, in a
             terminal or a notebook.
@@ -245,6 +251,7 @@ class Pipeline:
         in_flight: int | None = None,
         states: Sequence[int | str] = (),
         compile: bool | Mapping[str, Any] = False,
+        cuda_graphs: bool = False,
         progress: Progress | Literal["auto"] | None = "auto",
         metrics: int | str | None = None,
         run: str | os.PathLike[str] | None = None,
@@ -269,6 +276,8 @@ class Pipeline:
         if compiling is not None:
             check_compiles(inference)
             timeout = _COMPILING if timeout is None else timeout
+        if cuda_graphs:
+            check_records(compiling is not None, batchnorm)
         served = address(metrics)
         threads = 0 if threads_per_worker is None else threads_per_worker
         chosen = WorkerOptions(
@@ -277,7 +286,9 @@ class Pipeline:
         self.model = model
         self._autosave: Autosave | None = None
         self._refused: set[int] = set()  # numbers of workers that could not be had
-        recording = CaptureOptions(batch_dim, dynamic, closed_norms(model, batchnorm, keep_closed))
+        recording = CaptureOptions(
+            batch_dim, dynamic, closed_batchnorms(model, batchnorm, keep_closed)
+        )
         self.allocator_kept = chosen.keep_freed_memory()
         backend = chosen.backend(self.allocator_kept)
         with showing(progress) as report, ExitStack() as stack:
@@ -290,7 +301,8 @@ class Pipeline:
             self.program = program
             source = source_of(model, weights)
             given = Given(
-                *(request, chosen, (args, kwargs), source, batchnorm, merge, audit), compiling
+                *(request, chosen, (args, kwargs), source, batchnorm, merge, audit),
+                *(compiling, cuda_graphs),
             )
             is_given = plan is not None
             with with_autograd():
@@ -341,6 +353,14 @@ class Pipeline:
     def links(self) -> Sequence[str]:
         """For every stage but the last, how values get to the next, in words."""
         return self._running.links
+
+    @property
+    def cuda_graphs(self) -> Sequence[str]:
+        """For every stage `"recorded"`, or why it does not run as CUDA graphs."""
+        why = self._runner.not_recorded
+        unasked = "" if self._running.given.graphs else "cuda_graphs=True was not asked for"
+        stages = range(len(self.plan.stages))
+        return [unasked or why.get(number, "recorded") for number in stages]
 
     @property
     def metrics(self) -> str:
@@ -687,7 +707,7 @@ class Pipeline:
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
         optimizer = PipelineOptimizer(
-            *(kind, chosen, self._running.dividing), surviving=self._runner.surviving, **options
+            *(kind, chosen, self._running.dividing), surviving=self._runner.alone, **options
         )
         self._running.add(optimizer)
         return optimizer
@@ -703,7 +723,7 @@ class Pipeline:
         """
         self._check_trains("scaler()")
         runner = self._runner
-        scaler = PipelineScaler(runner.loss_device, self._workers, runner.surviving, **options)
+        scaler = PipelineScaler(runner.loss_device, self._workers, runner.alone, **options)
         self._running.add(scaler)
         return scaler
 
@@ -716,7 +736,7 @@ class Pipeline:
             of: a copy of the model to use instead, such as the `module` of an `AveragedModel`.
         """
         model = self.model if of is None else of
-        return self._runner.surviving(lambda: self._workers.state(self.model, model))
+        return self._runner.alone(lambda: self._workers.state(self.model, model))
 
     def fetch(self) -> None:
         """Bring the weights that workers have changed to this process's model.
@@ -725,7 +745,7 @@ class Pipeline:
         Ray cluster have weights of their own: between two calls the model has those of the last
         one. Under torchrun it does what `state_dict` does, so all ranks have to call it.
         """
-        self._runner.surviving(lambda: self._workers.state(self.model, self.model))
+        self._runner.alone(lambda: self._workers.state(self.model, self.model))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the parameters that have one, by their names.
@@ -734,7 +754,7 @@ class Pipeline:
         dropped or set to zero, they are copies. A rank has those of its own stages.
         """
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        gradients = self._runner.surviving(lambda: self._workers.gradients(parameters))
+        gradients = self._runner.alone(lambda: self._workers.gradients(parameters))
         found = zip(names, gradients, strict=True)
         return {name: gradient for name, gradient in found if gradient is not None}
 
@@ -761,7 +781,7 @@ class Pipeline:
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
         with self._runner.steps.during("clipping"):
             chosen = self._clipped(parameters)
-            return self._runner.surviving(lambda: self._workers.clip(chosen, clipping))
+            return self._runner.alone(lambda: self._workers.clip(chosen, clipping))
 
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
@@ -775,7 +795,7 @@ class Pipeline:
         self._check_trains("clip_grad_value_")
         with self._runner.steps.during("clipping"):
             chosen = self._clipped(parameters)
-            self._runner.surviving(lambda: self._workers.clip_value(chosen, clip_value, foreach))
+            self._runner.alone(lambda: self._workers.clip_value(chosen, clip_value, foreach))
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
         """The parameters to clip; by default all of the model, each once."""
@@ -943,7 +963,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         with self._runner.steps.during("saving"):
-            return self._runner.surviving(lambda: self._saver.save(path, background, things))
+            return self._runner.alone(lambda: self._saver.save(path, background, things))
 
     def autosave(
         self,

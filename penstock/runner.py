@@ -19,6 +19,7 @@ from penstock.capture import Key, Program, Ref, Sizes, Trace
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.cuts import NOTHING, Apart
+from penstock.capture.equality import same_tensor
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
@@ -93,24 +94,59 @@ class Started:
         begun: when, in nanoseconds of `time.monotonic_ns()`.
         ticket: for `Workers.finish`; `None` as long as the workers have not been told.
         is_lost: whether it reads states of workers that are gone, so that nobody can run it.
+        before: what the model was like when it began, if it may have to be run again later.
+        end: what has come of it, if that is known before it is asked for.
     """
 
     order: Order
     begun: int
     ticket: Any = None
     is_lost: bool = False
+    before: _Before | None = None
+    end: Outcome | Exception | None = None
+
+    def again(self) -> AbstractContextManager[None]:
+        """While open, the model is as it was when it began, if that is known."""
+        return self.before.again() if self.before is not None else nullcontext()
 
 
-class _Held(NamedTuple):
-    """A forward whose backward may come.
+class _Before(NamedTuple):
+    """What a model is like before a forward, of what the forward depends on and may change.
 
     Attributes:
-        order: the pass.
-        modes: the modules of the model, and whether each was in training mode.
+        modes: its modules, and whether each is in training mode.
+        buffers: its buffers, and their contents.
     """
 
-    order: Order
     modes: Sequence[tuple[nn.Module, bool]]
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, model: nn.Module, changes_buffers: bool) -> _Before:
+        """As it is now."""
+        buffers = [(b, b.detach().clone()) for b in model.buffers()] if changes_buffers else []
+        return cls([(module, module.training) for module in model.modules()], buffers)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """While open, the model is as it was."""
+        modes = [(m, m.training) for m, was in self.modes if m.training != was]
+        changed = [(b, was) for b, was in self.buffers if not same_tensor(b, was)]
+        present = [(buffer, buffer.detach().clone()) for buffer, _ in changed]
+        try:
+            for module, training in modes:
+                module.training = not training
+            _put(changed)
+            yield
+        finally:
+            _put(present)
+            for module, training in modes:
+                module.training = training
+
+
+def _put(contents: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, content in contents:
+        buffer.data.copy_(content)  # does not count as a change to autograd, nor is it one
 
 
 class Runner:
@@ -122,6 +158,7 @@ class Runner:
         workers: who does it.
         deferred: whether BatchNorms are moved once per batch.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
+        graphs: whether stages are run as graphs where they can.
 
     Attributes:
         compile: as given.
@@ -129,6 +166,7 @@ class Runner:
             same work; `use` is called by it, or it raises.
         relieve: called between two passes if workers leave.
         plan: that is run.
+        homes: of every stage the device.
         loss_device: where the last stage is.
         workers: who does it.
         counts: of passes that were ordered.
@@ -137,6 +175,7 @@ class Runner:
 
     plan: Plan
     workers: Workers
+    homes: list[torch.device]
     loss_device: torch.device
 
     def __init__(
@@ -146,10 +185,12 @@ class Runner:
         workers: Workers,
         deferred: bool = False,
         compile: Compile | None = None,
+        graphs: bool = False,
     ) -> None:
         self._program = program
         self._deferred = deferred
         self.compile = compile
+        self._graphs = graphs
         self._ways: dict[bool, Ways] = {}
         self.counts = Counts()
         self._passes = 0
@@ -160,7 +201,7 @@ class Runner:
         self.steps = Steps(program.example_sizes)
         self._user = _User(workers.ownership)
         self._under_way: list[Started] = []
-        self._held: dict[int, _Held] = {}  # forwards whose backward may come, by number
+        self._held: dict[int, Started] = {}  # forwards whose backward may come, by number
         self._lost: set[int] = set()  # numbers of those that the workers have lost
         self.use(plan, workers)
 
@@ -183,7 +224,8 @@ class Runner:
         self.plan, self.workers = plan, workers
         if before.is_stopping:
             workers.request_stop()
-        self.loss_device = workers.devices[plan.placement[-1]]
+        self.homes = [workers.devices[worker] for worker in plan.placement]
+        self.loss_device = self.homes[-1]
         self.steps.use(workers.board, plan, len(workers.devices))
         self._user.ownership = workers.ownership
         self._lost = set(self._held)
@@ -198,7 +240,13 @@ class Runner:
             *(self._program, plan, devices, training, workers.add, self._deferred),
             before=before,
             compile=self.compile,
+            graphs=self._graphs,
         )
+
+    @property
+    def not_recorded(self) -> Mapping[int, str]:
+        """Why stages do not run as graphs, by number, in the mode of now."""
+        return self._ways[self._program.model.training].not_recorded
 
     @property
     def under_way(self) -> Sequence[Started]:
@@ -402,6 +450,7 @@ class Runner:
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
         with self.given_up(), self.workers.operation(order.name):
+            self._settle()
             return self.finish(self.start(order))
 
     @contextmanager
@@ -458,23 +507,28 @@ class Runner:
         if self.workers.are_leaving and not self._under_way:
             self.relieve()
         started = Started(order, self.steps.begin())
+        if order.what in ("forward", "infer") and self.recover is not _raise:
+            changes = order.what == "forward" and self.changes_buffers()
+            started.before = _Before.of(self._program.model, changes)
         self._under_way.append(started)
         try:
-            self.surviving(self._tell)
+            self.surviving(self._submit)
         except BaseException:
             self._left(started)
             raise
         return started
 
-    def _tell(self) -> None:
+    def _submit(self) -> None:
         """Let the workers know of the passes under way, in order, that they do not know of."""
-        unknown = [s for s in self._under_way if s.ticket is None and not s.is_lost]
+        told = [s.ticket is not None or s.is_lost or s.end is not None for s in self._under_way]
+        unknown = [s for s, is_told in zip(self._under_way, told, strict=True) if not is_told]
         for started in unknown:  # before the first begins: if that fails, workers wait for more
             self._introduce(started.order)
         for started in unknown:
             if self._lost:
                 self._run_again(started.order.number)
-            started.ticket = self.workers.start(started.order)
+            with started.again():
+                started.ticket = self.workers.start(started.order)
 
     def _introduce(self, order: Order) -> None:
         """Let the workers know the ways of an order; those that took over may know fewer."""
@@ -486,9 +540,9 @@ class Runner:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
             held = self._held[number]
-            order = replace(held.order, again=True, recorded=False)
+            order = held.order.changed(again=True, recorded=False)
             self._introduce(order)
-            with _in_modes(held.modes):
+            with held.again():
                 self.workers.finish(self.workers.start(order))
             self._lost.discard(number)
 
@@ -498,6 +552,26 @@ class Runner:
             self._under_way.remove(started)
         self._user.leave()
         self.steps.leave(started.begun)
+
+    def alone(self, work: Callable[[], T]) -> T:
+        """As `surviving`, for work after which a pass that is run again would give another result.
+
+        Raises:
+            WorkerDied: nobody takes over.
+        """
+        self._settle()
+        return self.surviving(work)
+
+    def _settle(self) -> None:
+        """Wait for the passes under way if they are run again where a worker dies."""
+        if self.recover is _raise or not self._user.is_here():
+            return
+        for started in self._under_way:
+            if started.end is None:
+                try:
+                    started.end = self.surviving(partial(self._finished, started))
+                except Exception as error:
+                    started.end = error  # who waits for this pass is told
 
     def surviving(self, work: Callable[[], T]) -> T:
         """What some work of the workers gives; it is done again if others had to take over.
@@ -522,7 +596,7 @@ class Runner:
         """
         order, begun = started.order, started.begun
         try:
-            outcome = self.surviving(partial(self._finished, started))
+            outcome = self._end_of(started)
         except WorkerError as error:
             if isinstance(error.__cause__, (InputError, StatesLost)):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
@@ -530,13 +604,12 @@ class Runner:
         finally:
             self._left(started)
         if order.what == "forward":
-            modes = [(module, module.training) for module in self._program.model.modules()]
-            self._held[order.number] = _Held(order, modes)
+            self._held[order.number] = started
         elif order.what == "backward":
             self._held.pop(order.number, None)
         self.counts.completed = max(self.counts.completed, order.microbatches[0].key.step + 1)
         self.steps.count(order, begun, outcome.logs)
-        self._ways[order.training].agree([m.way for m in order.microbatches])
+        self._ways[order.training].confirm([m.way for m in order.microbatches])
         if self._recordings and any(outcome.logs.values()):
             found = timeline_of(outcome.logs, len(self.workers.devices))
             timeline = RecordedTimeline(
@@ -546,8 +619,15 @@ class Runner:
                 recording.timelines.append(timeline)
         return outcome
 
+    def _end_of(self, started: Started) -> Outcome:
+        if started.end is None:
+            return self.surviving(partial(self._finished, started))
+        if isinstance(started.end, Exception):
+            raise started.end
+        return started.end
+
     def _finished(self, started: Started) -> Outcome:
-        self._tell()
+        self._submit()
         if started.is_lost:
             raise StatesLost(GONE)
         return self.workers.finish(started.ticket)
@@ -602,19 +682,6 @@ class Runner:
             self.workers.close()
         finally:
             self._user.drop()
-
-
-@contextmanager
-def _in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """While open, these modules are in these modes."""
-    others = [(module, training) for module, training in modes if module.training != training]
-    try:
-        for module, training in others:
-            module.training = training
-        yield
-    finally:
-        for module, training in others:
-            module.training = not training
 
 
 def _nothing() -> None:

@@ -27,7 +27,15 @@ from penstock.devices.cores import cores
 from penstock.devices.machine import processor
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
-from penstock.errors import ClosedError, InputError, PlanError, WorkerDied, WorkerError
+from penstock.engine.recordable import check_recorded
+from penstock.errors import (
+    ClosedError,
+    InputError,
+    PlanError,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
 from penstock.links.casting import in_words
 from penstock.links.wire import interrupts_wait
 from penstock.passes import Passes
@@ -111,7 +119,9 @@ class Running:
         self._fallbacks = self._planned_ahead(of)
         workers = self._begun(backend, plan, stack)
         deferred = given.batchnorm == "deferred"
-        self.runner = Runner(program, plan, workers, deferred, given.compile)
+        self.runner = Runner(program, plan, workers, deferred, given.compile, given.graphs)
+        if given.graphs:
+            check_recorded(len(plan.stages), self.runner.not_recorded, plan.replicas)
         if given.workers.survives:
             self.runner.recover = _recovering(weakref.WeakMethod(self.recover))
             self.runner.relieve = _recovering(weakref.WeakMethod(self.relieve))
@@ -229,7 +239,7 @@ class Running:
         backend = chosen.backend(self._allocator_kept)
         with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)
-            left = self.runner.surviving(lambda: self.workers.left())
+            left = self.runner.alone(lambda: self.workers.left())
             request, note = with_one_replica(self.given.request, old, left)
             example = self.given.example
             of = Replanning(old, self._program, *example, backend, request, report)
@@ -239,7 +249,7 @@ class Running:
             fallbacks = self._planned_ahead(of)
             plan = replace_fields(plan, note=note or plan.note)
             backend.take(plan, is_given=False)
-            plan = backend.agree(self._program, plan)
+            plan = backend.broadcast_plan(self._program, plan)
             left.bring()
             self._switch(backend, plan)
             stack.pop_all()
@@ -262,7 +272,7 @@ class Running:
         Raises:
             ClosedError: nobody could be started.
         """
-        self.runner.surviving(lambda: self.workers.bring())
+        self.runner.alone(lambda: self.workers.bring())
         old, same = self.plan, self.given.as_they_are(self.workers, self.threads)
         for optimizer in self._optimizers:
             optimizer.divide_again()
@@ -308,7 +318,7 @@ class Running:
         """
         try:
             backend = same.backend(self._allocator_kept)
-            self._use(backend, backend.agree(self._program, plan))
+            self._use(backend, backend.broadcast_plan(self._program, plan))
         except Exception as error:
             raise ClosedError(
                 f"the new workers could not be started ({why}), nor the old ones once more "
@@ -341,7 +351,7 @@ class Running:
     def notice_deaths(self) -> None:
         """Let others take over for workers that have died since the last pass, if they do."""
         if self.given.workers.survives:
-            self.runner.surviving(lambda: self.workers.fetch_states(()))
+            self.runner.alone(lambda: self.workers.fetch_states(()))
 
     def relieve(self) -> None:
         """Let others take over for workers that leave, between two passes."""
@@ -367,9 +377,9 @@ class Running:
             self._serve_again()
             now = self.workers
             survivors = now.survivors()
-            left.bring()
             chosen = self.given.as_they_are(now, self.threads)
             with self._ending(survivors):
+                left.bring()
                 plan = old
                 if self._fallbacks is not None:
                     if not survivors and death is not None:
@@ -428,9 +438,9 @@ class Running:
         for attempt in range(_DEATHS):
             try:
                 backend = chosen.backend(self._allocator_kept, survivors)
-                self._use(backend, backend.agree(self._program, plan))
+                self._use(backend, backend.broadcast_plan(self._program, plan))
                 return
-            except WorkerError as error:
+            except (WorkerError, WorkerTimeout) as error:
                 survivors.close()
                 if attempt == _DEATHS - 1:
                     raise ClosedError(

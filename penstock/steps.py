@@ -315,7 +315,7 @@ class Steps:
             news |= {"tokens": tokens, "tokens_per_second": 1e9 * tokens / since}
         self._news.append(news)
 
-    def tell(self, loss: torch.Tensor | None = None) -> None:
+    def call_hooks(self, loss: torch.Tensor | None = None) -> None:
         """Call the hooks, all of them, for every step that they have not been told of.
 
         Args:

@@ -10,6 +10,7 @@ Attributes of public objects that start with an underscore (`_version`, `_parame
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 #   without_function_mode
 # - norms and copies in the bits of torch's own: group_by_device_and_dtype, foreach_...
 # - a tensor with a shape and without memory: wrapper_subclass
+# - what a CUDA graph leaves undone whose recording has failed: end_allocating
 # - torch.compile: what it asks of a callable (ASKED_BY_COMPILE), the names of its backends, and
 #   whether inductor finds a C++ compiler
 # - tensors of the user's own classes, read without their __torch_function__: without_...functions
@@ -48,6 +50,7 @@ __all__ = [
     "backends_of_compile",
     "check_cxx_compiler",
     "current_function_mode",
+    "end_allocating",
     "foreach_copy_",
     "foreach_norms",
     "foreach_zero",
@@ -102,6 +105,24 @@ def will_run(node: Node) -> bool:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let autograd take a tensor for one that was changed so often."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many there are that refer to a tensor's memory: tensors, and storages in Python.
+
+    One that is alone counts itself, the storage that is looked at here, and the look.
+    """
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+def end_allocating(device: int, pool: tuple[int, int]) -> None:
+    """Let CUDA's caching allocator serve a GPU from where it did before a graph was recorded.
+
+    Raises:
+        RuntimeError: it does so already.
+    """
+    torch._C._cuda_endAllocateToPool(device, pool)
 
 
 def backends_of_compile() -> list[str]:

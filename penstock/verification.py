@@ -35,7 +35,7 @@ from penstock.comparison.reference import (
 from penstock.devices.choice import Devices
 from penstock.display.terminal import Progress
 from penstock.engine.batch import Weight
-from penstock.engine.batchnorm import BatchNormMode, closed_norms
+from penstock.engine.batchnorm import BatchNormMode, closed_batchnorms
 from penstock.engine.whole_batch import WholeBatch
 from penstock.errors import InputError
 from penstock.oracle import Oracle, generated, tensors
@@ -128,7 +128,7 @@ def verify(
     if not ours.training:  # else submodules that the user froze in evaluation mode stay so
         ours.train()
     theirs, named = copied(ours), dict(kwargs or {})
-    closed = closed_norms(ours, batchnorm, keep_closed)
+    closed = closed_batchnorms(ours, batchnorm, keep_closed)
     program = capture(ours, args, named, batch_dim=batch_dim, dynamic=dynamic, keep_closed=closed)
     with Pipeline(
         ours,
@@ -307,7 +307,8 @@ class _Both:
         """Compare the tokens of `generate`, in evaluation mode."""
         named = dict(options)
         size, seed = named.pop("group_size", None), named.pop("seed", None) or 0
-        rowwise = named.pop("rowwise", False)
+        rowwise, in_flight = named.pop("rowwise", False), named.pop("in_flight", None)
+        named.pop("stream", None)  # the tokens are the same
         rows = next(len(v) for v in named.values() if isinstance(v, torch.Tensor) and v.ndim)
         plan = self.pipe.plan
         count = min(rows, len(plan.stages) * plan.replicas)
@@ -317,9 +318,12 @@ class _Both:
             sizes = [min(each, rows - start) for start in range(0, rows, each)]
         model = self.oracle.model
         with torch.no_grad():
-            ours = self.pipe.generate(group_size=size, rowwise=rowwise, seed=seed, **named)
+            ours = self.pipe.generate(
+                group_size=size, rowwise=rowwise, seed=seed, in_flight=in_flight, **named
+            )
             theirs = self._alone(lambda: generated(model, named, sizes, seed))
-        mine = [row[: len(wanted)] for row, wanted in zip(ours.tolist(), theirs, strict=True)]
+        found = getattr(ours, "sequences", ours).tolist()
+        mine = [row[: len(wanted)] for row, wanted in zip(found, theirs, strict=True)]
         pairs = ([torch.tensor(row) for row in each] for each in (mine, theirs))
         return compare_leaves("generated tokens", *pairs)
 

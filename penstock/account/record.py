@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -98,16 +99,22 @@ def partition(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[I
         intervals that follow each other from `begin` to `end`; `""` is where there was none.
     """
     edges = sorted({begin, end, *(t for i in intervals for t in i[1:] if begin < t < end)})
-    later = sorted(intervals, key=lambda i: i.begin, reverse=True)
+    later = sorted(intervals, key=itemgetter(1), reverse=True)
     over: list[Interval] = []
     for a, b in pairwise(edges):
         while later and later[-1].begin <= a:
             over.append(later.pop())
         over = [i for i in over if b <= i.end]
-        inner = min(
-            over, key=lambda i: (i.what != PASS, i.end - i.begin), default=Interval("", a, b)
-        )
+        inner = over[0] if len(over) == 1 else min(over, key=_how_outer, default=_NOTHING)
         yield Interval(inner.what, a, b)
+
+
+_NOTHING = Interval("", 0, 0)
+
+
+def _how_outer(interval: Interval) -> tuple[bool, int]:
+    """Less for a pass, and for what is shorter."""
+    return interval.what != PASS, interval.end - interval.begin
 
 
 def shortened(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:

@@ -189,7 +189,7 @@ class Auditor:
         comparisons = self._both(subject, learns)
         if all(comparison.ok for comparison in comparisons):
             return
-        if self._settles(subject, learns):
+        if self._goes_away(subject, learns):
             first = next(comparison for comparison in comparisons if not comparison.ok)
             reason = (
                 f"PyTorch's own kernels do not give the same bits in every run here ({first}), as "
@@ -242,7 +242,7 @@ class Auditor:
             )
         return comparisons
 
-    def _settles(self, subject: _Subject, learns: bool) -> bool:
+    def _goes_away(self, subject: _Subject, learns: bool) -> bool:
         """Whether a difference goes away with kernels that give the same bits in every run.
 
         Something else that comes and goes would have to stay away as often as it is tried.
@@ -300,7 +300,7 @@ def _moved(leaves: Inputs, device: torch.device) -> Inputs:
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device == device:
             return leaf
-        return alike(leaf, lambda t: t.to(device)).requires_grad_(leaf.requires_grad)
+        return alike(leaf, lambda t: t.to(device), to=device).requires_grad_(leaf.requires_grad)
 
     found = list(map(moved, leaves))
     same = all(one is other for one, other in zip(found, leaves, strict=True))

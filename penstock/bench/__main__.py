@@ -11,6 +11,7 @@ NAMES = (
     "sleeping",
     "capture_time",
     "guarded",
+    "gpus",
     "halves",
     "sums",
     "generation",

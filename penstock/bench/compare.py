@@ -40,8 +40,8 @@ from penstock.bench.peers.one_process import one_process
 from penstock.bench.peers.peer import Peer, Recipe
 from penstock.bench.peers.torch_pipelining import torch_pipelining
 from penstock.bench.scouting import Make, Scouted, fastest, scout, tries
-from penstock.bench.subjects import LOOPED, Stages, Subject, subjects
-from penstock.bench.turns import AUDITED, Ticker, take_turns
+from penstock.bench.subjects import HALVING, LOOPED, Stages, Subject, subjects
+from penstock.bench.turns import AUDITED, Ratio, Ticker, middle, take_turns
 from penstock.capture import ROWS
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
@@ -141,22 +141,33 @@ def penstocks(subject: Subject, stack: ExitStack) -> list[Penstock]:
 
 
 class Cut(nn.Module):
-    """A stage of a Penstock program, as a module of tensors for another pipeline to run.
+    """A stage of a Penstock program, as a module of tensors for torch's pipeline to run.
+
+    gloo sends contiguous tensors only. A schedule that halves backwards detaches what a stage
+    gives in place, which fails for what an operation has saved or what the stage was given, so
+    that copies are given there.
 
     Args:
         stage: which one.
         rows: of every micro-batch. They cannot be told from the values: some have no rows.
+        copies: whether results are copied.
     """
 
-    def __init__(self, stage: nn.Module, rows: int) -> None:
+    def __init__(self, stage: nn.Module, rows: int, copies: bool = False) -> None:
         super().__init__()
         self.stage = stage
         self.rows = rows
+        self.copies = copies
 
     def forward(self, *values: torch.Tensor) -> Any:
         """The stage's results; alone if there is only one."""
-        results = self.stage({ROWS: self.rows}, None, *values)
-        return results if len(results) > 1 else results[0]
+        for value in values:
+            if value.requires_grad:
+                value.register_hook(torch.Tensor.contiguous)
+        results = [value.contiguous() for value in self.stage({ROWS: self.rows}, None, *values)]
+        if self.copies:
+            results = [value.clone() for value in results]
+        return tuple(results) if len(results) > 1 else results[0]
 
 
 def captured(subject: Subject) -> ps.Program:
@@ -177,14 +188,16 @@ def profiled(subject: Subject) -> ps.Profile:
 def penstock_cut(
     program: ps.Program, costs: ps.Profile, count: int, schedule: str
 ) -> list[nn.Module]:
-    """The model, cut where Penstock cuts it for this number of micro-batches and schedule."""
-    cuts = ps.plan(costs, num_microbatches=count, schedule=schedule, replicas=1).cuts
+    """The model for a schedule of torch's, cut where Penstock cuts it for as many micro-batches."""
+    like = "interleaved" if schedule in LOOPED else "1f1b"
+    cuts = ps.plan(costs, num_microbatches=count, schedule=like, replicas=1).cuts
     # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
     changed = {value for call in program.train.calls for value in call.mutates}
     while any(changed.intersection(program.cuts.boundary(cut)) for cut in cuts):
         cuts = tuple(cut + 1 for cut in cuts)
     rows = costs.batch_size // count
-    return [Cut(stage.module, rows) for stage in program.stages(cuts, training=True)]
+    halves = schedule in HALVING
+    return [Cut(stage.module, rows, halves) for stage in program.stages(cuts, training=True)]
 
 
 def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], dict[str, Make]]:
@@ -202,8 +215,7 @@ def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], d
         if cut is None:
             continue
         for count in subject.counts:
-            like = "interleaved" if looped else "1f1b"
-            same = partial(penstock_cut, program, costs, count, like)
+            same = partial(penstock_cut, program, costs, count, schedule)
             by_hand[f"m={count}, {schedule}"] = partial(make, count, schedule, cut)
             ours[f"m={count}, {schedule}"] = partial(make, count, schedule, same)
     return by_hand, ours
@@ -319,14 +331,15 @@ def row(contestant: Any, seconds: list[float], loss: float, ours: list[float]) -
         loss: of its first step.
         ours: the seconds of Penstock's first contestant.
     """
-    low, median, high = statistics.quantiles(seconds, n=4)
-    ratios = [own / other for own, other in zip(seconds, ours, strict=True)]
+    median, spread = middle(seconds)
+    slower = Ratio.of(seconds, ours)
     return {
         "name": contestant.name,
         "seconds": seconds,
         "median": median,
-        "spread": (high - low) / 2,
-        "slower": statistics.median(ratios),
+        "spread": spread,
+        "slower": slower.median,
+        "slower_spread": slower.spread,
         "loss": loss,
     }
 
@@ -346,7 +359,7 @@ def show(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
                 found["name"],
                 f"{found['median']:.4g}",
                 f"{found['spread']:.2g}",
-                f"{found['slower']:.2f}x",
+                f"{found['slower']:.2f}x ± {found['slower_spread']:.2f}",
                 f"{share:.1f} %" if share else "",
                 f"{found['loss']:.6f}",
             )

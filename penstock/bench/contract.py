@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 import warnings
@@ -40,7 +39,7 @@ from penstock.bench.cases.trainers import (
     PenstockTwoByTwo,
     Trainer,
 )
-from penstock.bench.peers.peer import PeerProcesses
+from penstock.bench.peers.peer import PeerProcesses, reason_of
 from penstock.bench.peers.scripted import DataParallel, ScriptRank, TorchPipelining
 from penstock.bench.record import origin
 from penstock.comparison.compare import gap
@@ -171,14 +170,9 @@ def _gap(ours: Tensor | None, theirs: Tensor) -> float | None:
     return gap(ours, theirs)
 
 
-def in_a_few_words(error: Any) -> str:
-    """The error at the bottom of it, in a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = [line for line in lines if re.match(r"^[\w.]*(Error|Exception|Warning)\b", line)]
-    own = [line for line in raised if "onnection" not in line and "gloo" not in line]
-    text = (own or raised or lines or [type(error).__name__])[0]
-    kind = "" if own or raised else f"{type(error).__name__}: "
-    text = f"{kind}{text}"
+def in_a_few_words(error: BaseException) -> str:
+    """The error at the bottom of it, in a line that is not long."""
+    text = reason_of(error)
     return text if len(text) <= _WORDS else text[: _WORDS - 1].rstrip() + "…"
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.bench.turns import Tick, Timed, take_turns
+from penstock.bench.turns import Tick, Timed, middle, take_turns
 from penstock.bench.uniform import uniform_plan
 from penstock.bench.writers import gpt2
 from penstock.capture.lowering import StageModule
@@ -271,8 +271,8 @@ def costs(decoder: Decoder, rounds: int, count: int, tick: Tick) -> dict[str, An
         for contestant, seconds in zip(contestants[1:], taken, strict=True):
             share = IN_FLIGHT if isinstance(contestant, InFlight) else 1
             above = [each - own / share for each, own in zip(seconds, alone, strict=True)]
-            low, median, high = statistics.quantiles(above, n=4)
-            row = {"name": contestant.name, "above": median, "spread": (high - low) / 2}
+            median, spread = middle(above)
+            row = {"name": contestant.name, "above": median, "spread": spread}
             rows.append({**row, "seconds": seconds})
     work_seconds = statistics.median(alone)
     return {"model": decoder.name, "work": work_seconds, "work_seconds": alone, "rows": rows}

@@ -24,14 +24,15 @@ from thread to thread, and side by side, see `penstock.bench.limits`.
 `penstock.bench.decoding`; with two small models, the same in every run.
 
 All have one intra-op thread a worker, and an allocator that keeps freed memory. A peer that cannot
-run a model is left out, and the report says why.
+run a model is left out, and the report says why. `--json` has every part as soon as it is measured.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,9 +51,8 @@ from penstock.bench.peers.generating import in_turn, saved, transformers_pipelin
 from penstock.bench.peers.peer import Peer, Recipe
 from penstock.bench.peers.pippy import pippy, plain
 from penstock.bench.peers.writing import Inference, Writing, last_logits
-from penstock.bench.replica_training import Ratio
 from penstock.bench.scouting import Make, Scouted, fastest, scout, tries
-from penstock.bench.turns import Ticker, Timed, take_turns
+from penstock.bench.turns import Ratio, Ticker, Timed, take_turns
 from penstock.bench.writers import writers
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
@@ -88,7 +88,7 @@ class Settings:
 
     rounds: int
     scout: int = 2
-    counts: tuple[int, ...] = (1, 2, 4, 8)
+    counts: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     further: int = 3
     passes: int = 50
 
@@ -487,23 +487,29 @@ def _expected_logits(work: Inference) -> torch.Tensor:
 # -- all of it ----------------------------------------------------------------------------------
 
 
-def measure(writing: Writing, work: Inference, settings: Settings) -> dict[str, Any]:
-    """Everything that is measured of a model."""
+def measure(
+    writing: Writing, work: Inference, settings: Settings
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Everything that is measured of a model, part by part, each with its name."""
     count = settings.divisors(writing.rows)[-1]
     plan = planner(writing.build(), (), writing.example)(num_microbatches=count)
     with ExitStack() as stack:
         found, refused = all_writers(writing, plan, stack)
         expected = Expected(writing)
         together = generation(writing, found, expected, settings)
-        alone = latency(found, expected, settings, writing.new_tokens)
-    allowed = limit(writing, plan, together["same_groups"], settings)
-    mapped = inference(work, settings)
-    return {
-        "generation": {**together, "plan": plan.summary, "refused": refused},
-        "latency": alone,
-        "limit": allowed,
-        "inference": mapped,
-    }
+        yield "generation", {**together, "plan": plan.summary, "refused": refused}
+        yield "latency", latency(found, expected, settings, writing.new_tokens)
+    yield "limit", limit(writing, plan, together["same_groups"], settings)
+    yield "inference", inference(work, settings)
+
+
+def tables(model: str, part: str, found: dict[str, Any]) -> list[str]:
+    """What is printed of a part."""
+    if part == "limit":
+        of_each = [show(f"{model}: stages alone, {what}", rows) for what, rows in found.items()]
+        return [line for table in of_each for line in (*table, "")]
+    refused = [f"{peer} does not run: {why}" for peer, why in found.get("refused", {}).items()]
+    return [*show(f"{model}: {part}", found["rows"]), *refused, ""]
 
 
 def show(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -560,7 +566,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = record.parser("generation", __doc__)
     parser.add_argument("--models", default=",".join(writers(quick=True)))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--rows", type=int, help="sequences; by default 32")
+    parser.add_argument("--rows", type=int, help="sequences; by default 36")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
     if options.rounds < 2:
@@ -581,10 +587,10 @@ def main(arguments: Sequence[str]) -> int:
     allocator = "every process keeps freed memory (mallopt)" if kept else "the system's"
     failures: list[str] = []
     measured: dict[str, dict[str, Any]] = {}
+    partly = Namespace(json=options.json, record=False)  # docs/data has models as a whole
     for name in chosen:
         writing = known[name] if options.rows is None else replace(known[name], rows=options.rows)
         work = batches_of(writing, options.quick)
-        found = measure(writing, work, settings)
         how = {
             "rounds": settings.rounds,
             "warm_up": WARM_UP,
@@ -595,13 +601,11 @@ def main(arguments: Sequence[str]) -> int:
             "new_tokens": writing.new_tokens,
             "batches": [work.count, work.rows, work.length],
         }
-        measured[writing.name] = {**found, "steps": steps, "settings": how}
-        for part in ("generation", "latency", "inference"):
-            print(*show(f"{writing.name}: {part}", found[part]["rows"]), "", sep="\n", flush=True)
-        for what, rows in found["limit"].items():
-            print(*show(f"{writing.name}: stages alone, {what}", rows), "", sep="\n", flush=True)
-        for peer, why in found["generation"]["refused"].items():
-            print(f"{writing.name}: {peer} does not run: {why}")
+        found = measured[writing.name] = {"steps": steps, "settings": how}
+        for part, result in measure(writing, work, settings):
+            found[part] = result
+            print(*tables(writing.name, part, result), sep="\n", flush=True)
+            report = record.save_models("generation", measured, partly)
         failures += wrong(writing.name, found)
         report = record.save_models("generation", measured, options)
     print(report["machine"], *failures, sep="\n")

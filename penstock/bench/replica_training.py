@@ -9,7 +9,6 @@ for each replica or rank and an allocator that keeps freed memory. First every c
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from penstock.bench.peers.peer import Peer
 from penstock.bench.peers.ranks import replicas_on_ranks
 from penstock.bench.peers.workload import Workload
 from penstock.bench.scouting import Make, Scouted, fastest, scout, tries
-from penstock.bench.turns import AUDITED, Contestant, Ticker, take_turns
+from penstock.bench.turns import AUDITED, Contestant, Ratio, Ticker, take_turns
 from penstock.comparison.reference import run_with_threads
 from penstock.devices.cores import only_cores
 from penstock.display.tables import Row, aligned
@@ -37,29 +36,6 @@ from penstock.units import show_seconds
 from penstock.workers.backend import Kind
 
 _DDP = "DistributedDataParallel"
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How long steps take beside those of another: of every round the quotient.
-
-    Attributes:
-        median: of all rounds.
-        spread: half of the distance between the quartiles.
-    """
-
-    median: float
-    spread: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float], others: Sequence[float]) -> Ratio:
-        """The seconds of every round over those of another in the same rounds, two at least."""
-        quotients = [own / other for own, other in zip(seconds, others, strict=True)]
-        low, median, high = statistics.quantiles(quotients, n=4)
-        return cls(median, (high - low) / 2)
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ± {self.spread:.3f}"
 
 
 @dataclass(frozen=True)

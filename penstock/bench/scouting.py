@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.bench.peers.peer import Peer, Recipe
+from penstock.bench.peers.peer import Peer, PeerError, Recipe, reason_of
 from penstock.bench.turns import Tick
 from penstock.errors import PenstockError
 
@@ -48,12 +48,12 @@ class Scouts:
             peer = self._started(make())
         except _REFUSALS as error:
             self._close()
-            return f"does not run: {str(error).splitlines()[-1]}"
+            return f"does not run: {reason_of(error)}"
         try:
             return [peer.step() for _ in range(warm_up + steps)][warm_up:]
-        except RuntimeError as error:
+        except PeerError as error:
             self._close()
-            return f"failed: {str(error).splitlines()[-1]}"
+            return f"failed: {reason_of(error)}"
 
     def _started(self, recipe: Recipe) -> Peer:
         if self._peer is not None and self._recipe is not None:

@@ -21,6 +21,7 @@ Stages = Callable[[], Sequence[nn.Module]]
 # them; and numbers of micro-batches, those among which the planner looks as well.
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+HALVING = LOOPED[2:]  # these run what a backward does for inputs and for weights by themselves
 SCHEDULES = (*SINGLE, *LOOPED)
 COUNTS = (2, 4, 8, 16)
 

@@ -37,9 +37,9 @@ from penstock.bench.peers.data_parallel import data_parallel
 from penstock.bench.peers.peer import Peer, Place, Recipe
 from penstock.bench.peers.ranks import Rank, replicas_on_ranks
 from penstock.bench.peers.workload import Workload
-from penstock.bench.replica_training import Ratio, Replicated
+from penstock.bench.replica_training import Replicated
 from penstock.bench.scouting import Make, fastest, scout
-from penstock.bench.turns import AUDITED, Ticker, Timed, take_turns
+from penstock.bench.turns import AUDITED, Ratio, Ticker, Timed, take_turns
 from penstock.devices.allocator import keep_freed_memory
 from penstock.display.progress import callback
 from penstock.engine.replicas import Adding, InOrder, Terms, accumulate

@@ -67,7 +67,9 @@ def _fastest(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, 
 def _cell(row: dict[str, Any] | None, is_first: bool) -> str:
     if row is None:
         return "not run"
-    return f"{row['median']:.3g} s" if is_first else f"{row['slower']:.2f}x"
+    if is_first:
+        return f"{row['median']:.3g} s"
+    return f"{row['slower']:.2f}x ± {row['slower_spread']:.2f}"
 
 
 def _said(row: dict[str, Any]) -> str:

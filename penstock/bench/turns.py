@@ -92,6 +92,33 @@ class Contestant:
         return {**measured, **self.facts, **(inner if self.inner else {})}
 
 
+def middle(values: Sequence[float]) -> tuple[float, float]:
+    """The median of two values or more, and half of the distance between the quartiles."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return median, (high - low) / 2
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How long steps take beside those of another: of every round the quotient.
+
+    Attributes:
+        median: of all rounds.
+        spread: half of the distance between the quartiles.
+    """
+
+    median: float
+    spread: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], others: Sequence[float]) -> Ratio:
+        """The seconds of every round over those of another in the same rounds, two at least."""
+        return cls(*middle([own / other for own, other in zip(seconds, others, strict=True)]))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ± {self.spread:.3f}"
+
+
 class Ticker:
     """Counts what has been done, for the progress bar.
 

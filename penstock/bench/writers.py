@@ -60,7 +60,7 @@ def _with_weights(kind: Any, config: Any) -> nn.Module:
 def writers(quick: bool) -> dict[str, Writing]:
     """The models, by a short name; with `quick` so small that a token takes milliseconds."""
     layers, width, words = (4, 64, 512) if quick else (12, 768, 16384)
-    rows, length, new_tokens = (8, 8, 6) if quick else (32, 32, 32)
+    rows, length, new_tokens = (8, 8, 6) if quick else (36, 32, 32)
     size = layers, width, words, length + new_tokens
     said = f"{layers} layers, width {width}, {words} words"
     texts = (words, rows, length, new_tokens)

@@ -94,7 +94,7 @@ class MetricsServer:
         try:
             listener = bound(host, port)
             self.port: int = listener.getsockname()[1]
-            self._server = Server(listener, asked, _Pages(run, registry), "penstock-metrics")
+            self._server = Server(listener, requested, _Pages(run, registry), "penstock-metrics")
         except OSError as error:
             raise InputError(
                 f"metrics cannot be served at {host}:{port}: {error.strerror}. Give another port; "
@@ -125,7 +125,7 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
-def asked(said: bytes) -> str | None:
+def requested(said: bytes) -> str | None:
     """What a request of HTTP asks for: a path, or for metrics `OPEN_METRICS` if that is accepted.
 
     Returns:

@@ -26,7 +26,7 @@ _REST = 9.0  # seconds of rest for a second of work
 _PAUSE, _LONG_PAUSE = 0.05, 0.5  # seconds of rest at least, and at most
 _LOOK = 1.0  # seconds after which it looks whether it is closed, if nothing wakes it
 
-Asked = Callable[[bytes], str | None]
+Parse = Callable[[bytes], str | None]
 """What is asked for by the bytes that have come; `None` as long as the request is not whole."""
 
 Respond = Callable[[str], bytes]
@@ -92,7 +92,7 @@ class Server:
 
     Args:
         listener: that is bound; it becomes the server's own.
-        asked: what is asked for, see `Asked`.
+        parse: says what is asked for, see `Parse`.
         respond: gives the response, in the server's thread. If it raises, the connection is closed.
         name: of the thread.
 
@@ -100,8 +100,8 @@ class Server:
         thread: in which it answers.
     """
 
-    def __init__(self, listener: socket.socket, asked: Asked, respond: Respond, name: str) -> None:
-        self._listener, self._asked, self._respond = listener, asked, respond
+    def __init__(self, listener: socket.socket, parse: Parse, respond: Respond, name: str) -> None:
+        self._listener, self._parse, self._respond = listener, parse, respond
         self._connections: dict[int, _Connection] = {}  # the oldest first
         self._poller = select.poll()
         self._is_closed, self._process = threading.Event(), os.getpid()
@@ -147,11 +147,11 @@ class Server:
         """Go on with those who are ready."""
         wanted: dict[str, list[int]] = {}
         for fd in ready:
-            if fd in self._connections and (asked := self._heard(fd)) is not None:
-                wanted.setdefault(asked, []).append(fd)
-        for asked, fds in wanted.items():
+            if fd in self._connections and (path := self._heard(fd)) is not None:
+                wanted.setdefault(path, []).append(fd)
+        for path, fds in wanted.items():
             try:
-                response = self._respond(asked)
+                response = self._respond(path)
             except Exception:
                 response = b""
             for fd in fds:
@@ -172,7 +172,7 @@ class Server:
             return None
         try:
             one.hear()
-            return self._asked(one.said)
+            return self._parse(one.said)
         except BlockingIOError:
             return None
         except OSError:

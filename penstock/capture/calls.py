@@ -211,7 +211,7 @@ class Ambient(NamedTuple):
     @property
     def casting(self) -> tuple[tuple[str, torch.dtype], ...]:
         """The kinds of devices for which autocast is on, with their dtypes."""
-        return tuple((device, dtype) for device, on, dtype in self.autocast if on)
+        return tuple([(device, dtype) for device, on, dtype in self.autocast if on])
 
     @contextmanager
     def autocasting(self) -> Iterator[None]:
@@ -233,9 +233,15 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def ambient() -> Ambient:
     """The calling thread's modes that change what a torch call does."""
     autocast = tuple(
-        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
+        [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES]
     )
     return Ambient(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
+
+
+def casting_now() -> tuple[tuple[str, torch.dtype], ...]:
+    """Those of the calling thread's modes that say what is cast, as `Ambient.casting`."""
+    on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
+    return tuple([(d, torch.get_autocast_dtype(d)) for d in on])
 
 
 @dataclass(slots=True)
@@ -425,6 +431,8 @@ class Trace:
         reads: what Python has read besides, see `Reads`.
         only_at: sizes that inputs must have, where it holds for no others.
         shared: plain objects that a forward changes, and the modules that have them.
+        handed_back: the objects of the result that are arguments: for the leaf of the result the
+            leaf of `(args, kwargs)` that is the same object, both without opening objects.
     """
 
     inputs: tuple[Any, ...]
@@ -439,6 +447,7 @@ class Trace:
     questions: Trace | None = None
     answers: tuple[bool, ...] = ()
     joins: tuple[Join, ...] = ()
+    handed_back: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def join(self, value: Value) -> Join:
         """How a value that is a leaf of the result is put together from micro-batches."""

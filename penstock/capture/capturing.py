@@ -105,6 +105,9 @@ def capture(
     return program
 
 
+_FROZEN_BY_PYTHON = 1000  # objects at most; 3.12 begins with some hundred, others with none
+
+
 @contextmanager
 def _leaving_old_objects() -> Iterator[None]:
     """While open, the garbage collector does not look at the objects that were there before.
@@ -112,7 +115,7 @@ def _leaving_old_objects() -> Iterator[None]:
     Recording makes so many that it would: at all that was imported, for a tenth of a second or
     more. Where something is frozen already, nothing changes, as that must stay frozen.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
     gc.freeze()
@@ -360,9 +363,16 @@ class _Capturer:
             return
         sizes = self.program.signatures.of(leaves).varying.sizes(leaves)
         differing = self._differing(trace, leaves, training, sizes)
-        if by_shapes(self.opening, trace, sizes, lambda: differing(True) is None):
-            return
-        path = differing(False)
+        try:
+            if by_shapes(self.opening, trace, sizes, lambda: differing(True) is None):
+                return
+            path = differing(False)
+        except Unrecordable as problem:
+            raise CaptureError(
+                f"with {describe(sizes)} the forward cannot be recorded again: {problem}. If "
+                "another thread draws from torch's default generator meanwhile, that looks as if "
+                "the forward did: give it a generator of its own"
+            ) from problem
         if path is not None:
             raise CaptureError(
                 f"with {describe(sizes)} the model does something else than at the captured "

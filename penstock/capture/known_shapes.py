@@ -27,7 +27,7 @@ class KnownShapes:
         tensors = _tensors_in((*args, *kwargs.values()))
         if not tensors or not all(map(_is_bare, tensors)) or not _gives_new(operator):
             return operator(*args, **kwargs)
-        key = operator, torch.get_default_dtype(), _told(args), _told(tuple(kwargs.items()))
+        key = operator, torch.get_default_dtype(), _hashable(args), _hashable(tuple(kwargs.items()))
         known = self._known.get(key)
         if known is not None:
             return known.made()
@@ -95,10 +95,10 @@ def _gives_new(operator: Any) -> bool:
     return operator.namespace == "aten" and all(alias is None for alias in aliases)
 
 
-def _told(value: Any) -> Hashable:
+def _hashable(value: Any) -> Hashable:
     """All that an argument tells an operator."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, (list, tuple)):
-        return tuple(map(_told, value))
+        return tuple(map(_hashable, value))
     return type(value), value

@@ -67,6 +67,17 @@ def undisturbed() -> AbstractContextManager[object]:
     return _GENERATOR_LOCK
 
 
+@contextmanager
+def undisturbed_within(seconds: float) -> Iterator[bool]:
+    """The same, if that can be had in time; gives whether it was."""
+    is_had = _GENERATOR_LOCK.acquire(timeout=seconds)
+    try:
+        yield is_had
+    finally:
+        if is_had:
+            _GENERATOR_LOCK.release()
+
+
 def user_seed() -> int:
     """Return the seed of `torch.manual_seed`, also while a call of another thread is seeded."""
     with undisturbed():

@@ -71,6 +71,7 @@ from penstock.capture.trees import (
     Structure,
     flatten,
     flatten_result,
+    handed_back,
     leaves_of,
     map_leaves,
     parts_of,
@@ -140,6 +141,7 @@ def record(
                 reads = reading.reads
                 raise Changed(reads.readers[place], place, reads.seen[place], place.find(model))
         recorder.end(result)
+        trace.handed_back = handed_back(result, (args, kwargs))
         trace.changed = changed(held)
         shared = ((n, t) for n, t, _ in held if n in trace.changed and known.has_storage(t))
         trace.rewritten = {known.storage(tensor): name for name, tensor in shared}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from penstock.capture.calls import ROWS, Size, Sizes, Trace, Value, ambient, input_leaves
+from penstock.capture.calls import ROWS, Size, Sizes, Trace, Value, casting_now, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
 from penstock.capture.guards import MOST_WAYS, Guards, check_stable
@@ -104,7 +104,7 @@ class Recordings:
         known = self._of[training]
         signature = self._signatures.of(leaves)
         sizes = signature.varying.sizes(leaves)
-        casting = None if self._was_on_meta else ambient().casting
+        casting = None if self._was_on_meta else casting_now()
         for each in known:
             if each.signature is not signature:
                 continue
@@ -172,7 +172,7 @@ class Recordings:
         each = self._recording_of(trace)
         return (
             each is not None
-            and (self._was_on_meta or ambient().casting == each.casting)
+            and (self._was_on_meta or casting_now() == each.casting)
             and each.has_seen(sizes)
         )
 
@@ -197,8 +197,10 @@ class Recordings:
         return each is not None and each.fits(leaves, sizes)
 
     def _recording_of(self, trace: Trace) -> _Recording | None:
-        known = self._of[self._model.training]
-        return next((each for each in known if each.trace is trace), None)
+        for each in self._of[self._model.training]:
+            if each.trace is trace:
+                return each
+        return None
 
     def _compare(
         self, recording: _Recording, leaves: Sequence[Any], training: bool, sizes: Sizes
@@ -323,7 +325,7 @@ class _Recording:
         self._compared = set(self._others)
         self._new = 0
         self._has_ended = False
-        self.casting = ambient().casting
+        self.casting = casting_now()
         self.guards = Guards(model, trace.reads)
         self._model = model
         self._questions: fx.GraphModule | None = None
@@ -331,7 +333,7 @@ class _Recording:
         self._writes = False  # whether they write into that
 
     def _named(self, sizes: Sizes) -> tuple[int, ...]:
-        return tuple(sizes[name] for name in self._names)
+        return tuple([sizes[name] for name in self._names])
 
     def has_seen(self, sizes: Sizes) -> bool:
         """Whether it was compared with the model at such sizes."""
@@ -364,17 +366,17 @@ class _Recording:
 
     def unlike(self, leaves: Sequence[Any]) -> tuple[int, str] | None:
         """What Python has read of an input, by its number, that is something else in these."""
-        known = self.trace.reads.inputs
-        different = (
-            key for key, said in known.items() if input_property(leaves[key[0]], key[1]) != said
-        )
-        return next(different, None)
+        for key, said in self.trace.reads.inputs.items():
+            if input_property(leaves[key[0]], key[1]) != said:
+                return key
+        return None
 
     def fits(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the model's Python reads off these inputs what it read in the recording."""
         if self.unlike(leaves) is not None:
             return False
-        if any(sizes[name] != size for name, size in self.trace.only_at.items()):
+        only_at = self.trace.only_at
+        if only_at and any(sizes[name] != size for name, size in only_at.items()):
             return False
         if self._has_ended and self._named(sizes) not in self._others:
             return False

@@ -63,6 +63,7 @@ def generalise(traces: Sequence[Trace], points: Sequence[Sizes]) -> Trace:
         first.rewritten,
         first.decisions,
         reads=reduce(Reads.with_all_of, (trace.reads for trace in traces)),
+        handed_back=first.handed_back,
     )
 
 

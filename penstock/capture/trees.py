@@ -184,6 +184,26 @@ def flatten_result(
     return leaves, _flatten(tree, leaves, level_of)
 
 
+def unopened(tree: object) -> tuple[list[Any], Structure | None]:
+    """As `flatten_result`, with objects as leaves."""
+    return flatten_result(tree, lambda value: False)
+
+
+def handed_back(result: object, given: object) -> dict[int, int]:
+    """The objects of plain classes in a result that were given, the very same ones.
+
+    Args:
+        result: of a forward.
+        given: its arguments.
+
+    Returns:
+        the number of the leaf of `given` by that of the result's, as `unopened` has them.
+    """
+    places = {id(leaf): k for k, leaf in enumerate(unopened(given)[0]) if _is_object(leaf)}
+    leaves = unopened(result)[0]
+    return {k: places[id(leaf)] for k, leaf in enumerate(leaves) if id(leaf) in places}
+
+
 def leaves_of(tree: object, structure: Structure | None) -> list[Any]:
     """The leaves of another result; what this structure has opened is opened in it."""
     level = _open(tree)

@@ -154,7 +154,7 @@ def _write(watch: Watch, record: Path | None, report: Path | None, as_json: bool
     Raises:
         InputError: there are several.
     """
-    from penstock.observe.asked import save_report_of, save_timeline
+    from penstock.observe.on_demand import save_report_of, save_timeline
 
     job, *others = watch.jobs
     if others:

@@ -16,7 +16,7 @@ from penstock.capture.calls import Ambient, ambient
 from penstock.capture.randomness import LOSS, seeding
 from penstock.capture.replay import seeded
 from penstock.devices.cores import end_idle_threads, use_threads
-from penstock.engine.batchnorm import Norms
+from penstock.engine.batchnorm import BatchNorms
 from penstock.errors import WorkerTimeout
 from penstock.links.wire import interrupts_wait
 from penstock.oracle import Around, BatchDim, Oracle, without_history
@@ -38,7 +38,7 @@ class Seeds(Around):
     def __init__(self, program: Program, model: nn.Module, deferred: bool = False) -> None:
         self._program = program
         self._model = model
-        self._batchnorms = Norms()
+        self._batchnorms = BatchNorms()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if deferred:
             self._batchnorms.add(model.modules())

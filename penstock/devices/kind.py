@@ -19,9 +19,9 @@ stream has to say so (`used_on`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -54,6 +54,53 @@ class Stream(Protocol):
         """Let what comes onto the stream from now on wait for the event."""
 
 
+T = TypeVar("T")
+
+
+class Recording(Protocol):
+    """Work of a device that was recorded, to be given to it again as a whole."""
+
+    def replay(self, seeds: Sequence[int] = ()) -> None:
+        """Put all of it on the calling thread's current stream.
+
+        Args:
+            seeds: of its generators, one each.
+        """
+
+
+class Recorder(Protocol):
+    """Records work of a device."""
+
+    def record(
+        self,
+        work: Callable[[Sequence[AbstractContextManager[None]]], T],
+        generators: int = 0,
+        after: Recording | None = None,
+        alone: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> tuple[T, Recording]:
+        """Do some work without giving it to the device.
+
+        The memory of all tensors that are still there afterwards stays theirs: a replay reads and
+        writes it. It also writes the memory of those that are there no more, which nothing else has
+        but what is recorded `after` it.
+
+        Args:
+            work: what is recorded; is given the generators, of which each is drawn from while it
+                is open.
+            generators: how many.
+            after: an earlier recording, before whose next replay nobody needs any more what this
+                one leaves.
+            alone: gives what is open while it begins, when no other thread may draw from the
+                device's generator.
+
+        Returns:
+            what `work` returns, whose values come with the first replay, and the recording.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded, such as reading a value on the CPU.
+        """
+
+
 class Memory(NamedTuple):
     """Bytes of a device's memory.
 
@@ -73,10 +120,25 @@ class Kind(ABC):
         type: what PyTorch calls it: `torch.device.type`.
         has_streams: whether work is queued on streams, so that it may be done later. If not, the
             methods about streams must not be called.
+        can_record: whether work can be recorded and replayed; if not, `recorder` must not be
+            called.
+        can_share: whether several processes can have the same memory; if not, `shared` and
+            `release_shared` must not be called.
     """
 
     type: str
     has_streams: bool
+    can_record: bool = False
+    can_share: bool = False
+
+    def settings(self) -> tuple[str, ...]:
+        """Those of the process that say which kernels are taken."""
+        return ()
+
+    def set_settings(self, settings: Sequence[str]) -> None:
+        """Have those of another process, as `settings` says them there."""
+        if settings:
+            raise TypeError(f"{self.type} devices have no settings of their own")
 
     @abstractmethod
     def count(self) -> int:
@@ -134,6 +196,10 @@ class Kind(ABC):
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of the CPU in such memory."""
 
+    def recorder(self, device: torch.device) -> Recorder:
+        """Records work of a device."""
+        raise TypeError(f"work of {self.type} devices cannot be recorded")
+
     # -- memory -------------------------------------------------------------------------------
 
     @abstractmethod
@@ -146,6 +212,21 @@ class Kind(ABC):
 
         Both are 0 where that is not counted.
         """
+
+    def shared(self, tensor: torch.Tensor) -> Any:
+        """What is the same tensor in a process that unpickles it, once.
+
+        The memory stays as long as either process has it. Neither waits for what the other one's
+        device has still to do there.
+
+        Raises:
+            RuntimeError: when it is pickled, the driver or the allocator does not share memory.
+        """
+        raise TypeError(f"memory of {self.type} devices cannot be shared between processes")
+
+    def release_shared(self) -> None:
+        """Give back the memory of `shared` tensors that no process has any more."""
+        raise TypeError(f"memory of {self.type} devices cannot be shared between processes")
 
     # -- random numbers -----------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.devices.kind import Kind
+from penstock.devices.kinds import kind_of
+
 _BACKENDS = [
     getattr(torch.backends.mkldnn, name)
     for name in ("matmul", "conv", "rnn")
@@ -24,16 +27,20 @@ class Settings(NamedTuple):
             products, convolutions and recurrent networks of oneDNN.
         deterministic: whether only deterministic algorithms are used, and whether others warn.
         mkldnn: whether oneDNN is used.
+        kind: of device other than the CPU that is used, if there is one.
+        of_kind: its own.
     """
 
     dtype: torch.dtype
     precisions: tuple[str, ...]
     deterministic: tuple[bool, bool]
     mkldnn: bool
+    kind: str = "cpu"
+    of_kind: tuple[str, ...] = ()
 
     @classmethod
-    def here(cls) -> Settings:
-        """Those of this process."""
+    def here(cls, kind: Kind | None = None) -> Settings:
+        """Those of this process, and of a kind of device."""
         deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -43,6 +50,7 @@ class Settings(NamedTuple):
             (_precision(), *(backend.fp32_precision for backend in _BACKENDS)),
             deterministic,
             bool(torch.backends.mkldnn.enabled),
+            *((kind.type, kind.settings()) if kind else ()),
         )
 
     def apply(self) -> None:
@@ -55,6 +63,7 @@ class Settings(NamedTuple):
             backend.fp32_precision = precision
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         torch.backends.mkldnn.set_flags(self.mkldnn)
+        kind_of(self.kind).set_settings(self.of_kind)
 
 
 @contextmanager

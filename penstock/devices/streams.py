@@ -8,7 +8,7 @@ model-parallel tutorial leaves this as future work.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -35,10 +35,11 @@ class Handover:
     that comes after them.
 
     Args:
-        devices: all that anybody works on.
+        devices: those with streams that anybody works on.
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
         self._before = _recorded(devices)
         self._after: list[tuple[torch.device, Event]] = []
         self._streams: dict[torch.device, Stream] = {}  # of the others
@@ -47,33 +48,63 @@ class Handover:
     def taken(self, *devices: torch.device) -> Iterator[None]:
         """While open, another thread works on these devices."""
         _await(self._before)
-        with_streams = (device for device in devices if kind_of(device).has_streams)
-        self._streams |= {each: kind_of(each).current_stream(each) for each in with_streams}
+        used = [device for device in devices if device in self._devices]
+        self._streams |= {each: kind_of(each).current_stream(each) for each in used}
         try:
             yield
         finally:
-            self._after += _recorded(devices)
+            self._after += _recorded(used)
 
-    def back(self, made: Iterable[Any] = ()) -> None:
+    def back(self, made: Callable[[], Sequence[Any]] = tuple) -> None:
         """The caller goes on; nobody else works any more.
 
         Args:
-            made: what the caller gets from them; values other than tensors do not count.
+            made: gives what the caller gets from them, if that is asked; values other than tensors
+                do not count.
         """
         _await(self._after)
         own = {device: kind_of(device).current_stream(device) for device in self._streams}
         if own == self._streams:
             return
-        for value in made:
+        for value in made():
             if isinstance(value, torch.Tensor) and kind_of(value.device).has_streams:
                 kind = kind_of(value.device)
                 kind.used_on(kind.current_stream(value.device), value)
 
 
-def _recorded(devices: Iterable[torch.device]) -> list[tuple[torch.device, Event]]:
-    """For every device that has streams an event on the calling thread's current one."""
-    with_streams = (device for device in dict.fromkeys(devices) if kind_of(device).has_streams)
-    return [(each, kind_of(each).current_stream(each).record_event()) for each in with_streams]
+class Currents:
+    """The calling thread's current device and current streams, for another thread to have them.
+
+    Args:
+        devices: whose streams.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = [kind_of(each).current_stream(each) for each in with_streams(devices)]
+        self._device: torch.device | None = None
+        if self._streams:
+            type = self._streams[0].device.type
+            self._device = kind_of(type).current_stream(torch.device(type)).device
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """While open, they are the other thread's."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(kind_of(stream.device).using(stream))
+            if self._device is not None:  # using a stream makes its device the current one
+                stack.enter_context(on(self._device))
+            yield
+
+
+def with_streams(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Those of these devices that have streams, each once."""
+    return [device for device in dict.fromkeys(devices) if kind_of(device).has_streams]
+
+
+def _recorded(devices: Sequence[torch.device]) -> list[tuple[torch.device, Event]]:
+    """For each of these devices an event on the calling thread's current stream."""
+    return [(each, kind_of(each).current_stream(each).record_event()) for each in devices]
 
 
 def _await(events: Iterable[tuple[torch.device, Event]]) -> None:
@@ -135,7 +166,7 @@ class Copies:
         compute.wait_event(arrival)
         _used_on(compute, copies)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let what follows in the sender's thread wait until everything has been copied.
 
         What was copied may be written then. While a pass runs, nobody writes it.
@@ -148,7 +179,7 @@ class Copies:
     def into(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy into tensors of the target, in a thread that goes on there when that is done.
 
-        `settle` lets the source wait.
+        `wait_for_copies` lets the source wait.
 
         Args:
             pairs: of tensors there and what they are to hold.
@@ -168,7 +199,7 @@ class Copies:
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        copy = alike(value, self._moved)
+        copy = alike(value, self._moved, to=self._target)
         return copy.requires_grad_(value.requires_grad)
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
@@ -195,9 +226,7 @@ class Ahead:
 
     def clear(self) -> None:
         """Forget all values."""
-        self._left: deque[tuple[int, Sequence[Any]]] = deque()
-        self._started: dict[int, _Started] = {}
-        self._reading: list[Event] = []
+        self.begin({})
 
     def begin(self, values: Mapping[int, Sequence[Any]]) -> None:
         """A pass begins; what is on the device is left alone, and not `in` here.
@@ -205,11 +234,17 @@ class Ahead:
         Args:
             values: of micro-batches, by number, in the order in which they are needed.
         """
-        self.clear()
-        self._left.extend(item for item in values.items() if not self._are_here(item[1]))
-        self._go_on()
+        self._left: deque[tuple[int, Sequence[Any]]] = deque(
+            [item for item in values.items() if not self._are_here(item[1])]
+        )
+        self._started: dict[int, _Started] = {}
+        self._reading: list[Event] = []
+        if self._left:
+            self._go_on()
 
     def __contains__(self, number: int) -> bool:
+        if not self._started:  # nothing is left either, then
+            return False
         return number in self._started or any(number == other for other, _ in self._left)
 
     def take(self, number: int) -> Sequence[Any]:
@@ -222,7 +257,7 @@ class Ahead:
             copies.wait(made, arrival)
         return values
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all of the CPU's memory was read that devices read by themselves.
 
         Nobody waits for them when the pass is over, and the script may write there.
@@ -232,7 +267,10 @@ class Ahead:
         self._reading.clear()
 
     def _are_here(self, values: Sequence[Any]) -> bool:
-        return not any(isinstance(v, torch.Tensor) and v.device != self._device for v in values)
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.device != self._device:
+                return False
+        return True
 
     def _go_on(self) -> None:
         while self._left and len(self._started) < _AT_ONCE:

@@ -48,13 +48,15 @@ def examine(
     report(1, "looking at what is installed")
     yield from made("packages", packages.CHECKS)
     report(2, "importing torch")
-    yield from asked("torch", ["penstock.doctor.devices"], timeout or _TORCH)
+    yield from findings_of("torch", ["penstock.doctor.devices"], timeout or _TORCH)
     for k, kind in enumerate(kinds):
         report(3 + k, f"starting workers: {kind}")
-        yield from asked(f"workers: {kind}", ["penstock.doctor.trial", kind], timeout or _TRIAL)
+        yield from findings_of(
+            f"workers: {kind}", ["penstock.doctor.trial", kind], timeout or _TRIAL
+        )
 
 
-def asked(name: str, module: Sequence[str], timeout: float) -> list[Finding]:
+def findings_of(name: str, module: Sequence[str], timeout: float) -> list[Finding]:
     """What a module finds that runs in a process of its own, or that it does not come back.
 
     Args:

@@ -2,7 +2,7 @@
 
 However a batch is fed, each micro-batch is normalised by its own mean and variance. What BatchNorm
 keeps for evaluation is another matter: by itself it moves `running_mean` and `running_var` once per
-micro-batch, each time towards the statistics of a few rows. `Norms` collects these statistics
+micro-batch, each time towards the statistics of a few rows. `BatchNorms` collects these statistics
 instead, and at the end of the pass they are used in one of two ways:
 
 - `move`: once, towards the statistics of all rows, as in torchgpipe's DeferredBatchNorm. Those of
@@ -117,7 +117,7 @@ class Current(threading.local):
     microbatch: int | None = None
 
 
-class Norms:
+class BatchNorms:
     """The BatchNorm modules of a stage. They are only watched between `begin` and `fold`.
 
     While one runs, it has other buffers for its running statistics, and a momentum of 1: it leaves
@@ -383,7 +383,7 @@ def running_statistics(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 # -- what is possible -------------------------------------------------------------------------
 
 
-def closed_norms(model: object, mode: str, keep_closed: Iterable[str]) -> Iterable[str]:
+def closed_batchnorms(model: object, mode: str, keep_closed: Iterable[str]) -> Iterable[str]:
     """The modules that a program must not look inside: those, and BatchNorms that are watched.
 
     Args:

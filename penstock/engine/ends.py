@@ -166,14 +166,14 @@ class Feed:
 
     def end(self) -> None:
         """A pass has ended well; waits until the script may write what has entered."""
-        self._ahead.settle()
+        self._ahead.wait_for_copies()
         self.clear()
 
     def receive(self, microbatch: int) -> Values:
         """The values of a micro-batch; they are there already, on whatever device."""
         if microbatch in self._ahead:
             return tuple(self._ahead.take(microbatch))
-        return tuple(to_device(value, self._device) for value in self.values[microbatch])
+        return tuple(self.values[microbatch])
 
     def send_gradients(self, microbatch: int, gradients: Gradients) -> None:
         """Keep the gradients, for inputs that have some."""
@@ -229,8 +229,10 @@ class Outlet:
                 before they are needed.
         """
         if self._ahead is not None:
-            targets = {k: loss.targets[k] for k in share} if loss is not None else {}
-            flat = {k: flatten(t) for k, t in targets.items() if not self._is_here(t)}
+            flat = {}
+            if loss is not None:
+                targets = {k: loss.targets[k] for k in share}
+                flat = {k: flatten(t) for k, t in targets.items() if not self._is_here(t)}
             self._structures = {k: structure for k, (_, structure) in flat.items()}
             self._ahead.begin({k: leaves for k, (leaves, _) in flat.items()})
         self._more = {} if loss is None else map_leaves(self._here, loss.more)
@@ -279,7 +281,7 @@ class Outlet:
     def end(self) -> None:
         """A pass has ended well; waits until the script may write the targets."""
         if self._ahead is not None:
-            self._ahead.settle()
+            self._ahead.wait_for_copies()
         self.clear()
 
     def _target(self, loss: Loss, microbatch: int) -> tuple[Any, ...]:

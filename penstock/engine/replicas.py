@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.capture.history import history, nests
 from penstock.capture.preserve import own_generators
-from penstock.engine.batchnorm import Norms
+from penstock.engine.batchnorm import BatchNorms
 from penstock.engine.ends import Outlet
 from penstock.engine.span import Entry, MicroBatch, Span, calls_of, read_by
 from penstock.engine.stage import Before, Stage
@@ -104,7 +104,7 @@ class OrderedSum:
         while self._early and self.turns.has_come(self._early[0][0]):
             self._add(*self._early.popleft())
 
-    def settle(self) -> None:
+    def add_pending(self) -> None:
         """Add what was kept, each in its turn; waits for these."""
         while self._early:
             self.turns.wait(self._early[0][0])
@@ -122,7 +122,7 @@ class OrderedSum:
             earlier: what it has already computed, which is added before.
             leaves: to whose gradients the backward may add.
         """
-        self.settle()
+        self.add_pending()
         self.turns.wait(number)
         for terms in earlier:
             self._add_terms(self._sent(terms))
@@ -234,7 +234,7 @@ class InOrder:
     def __init__(self, make: Callable[[int], Turns], adding: Adding = nullcontext) -> None:
         self.sums = make(0)
         self.adding = adding
-        self.norms = Norms()
+        self.norms = BatchNorms()
         self._make = make
         self._current = threading.local()
         self._calls: dict[int, Counter[nn.Module]] = {}  # by the identity of a way's spans
@@ -575,9 +575,9 @@ class ReplicaStage(SummedStage):
 
     def end(self) -> None:
         """All gradients are added. BatchNorms are moved when all replicas have ended."""
-        self._sum.settle()
+        self._sum.add_pending()
 
-    def clear_norms(self) -> None:
+    def clear_batchnorms(self) -> None:
         """Others may still watch them."""
 
     def forward(self, microbatch: int) -> None:

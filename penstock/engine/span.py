@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from penstock.capture.meta import NoSavedTensors
 from penstock.capture.one_replica import NORMS, may_have_a_twin
 from penstock.capture.randomness import Key
 from penstock.engine.compiled import Compile, CompiledForward
+from penstock.engine.graphs import Graphs
 from penstock.engine.residents import Residents, States
 from penstock.engine.state import State, plain_attributes, values_saved
 from penstock.links.link import Gradients, Roots, Values, edges
@@ -65,6 +66,7 @@ class Span:
         taken: the leaves of the inputs that the module takes last, of the worker's residents.
         kept: the leaves of the result that it gives last, which become residents.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
+        recorded_on: the device of whose work graphs are recorded, if they are.
     """
 
     module: Callable[..., Values]
@@ -76,6 +78,7 @@ class Span:
     taken: Sequence[int] = ()
     kept: Sequence[int] = ()
     compile: Compile | None = None
+    recorded_on: torch.device | None = None
 
     def __post_init__(self) -> None:
         stage = self.module
@@ -106,8 +109,25 @@ class Span:
         """What runs forwards without gradients: the module, or what it is compiled to here."""
         return self.module if self.compile is None else CompiledForward(self.module, self.compile)
 
+    @cached_property
+    def _graphs(self) -> Graphs | None:
+        """What runs it as graphs; `None` if nothing does."""
+        if self.recorded_on is None or not isinstance(self.module, StageModule):
+            return None
+        return Graphs(self.module, self._used, self.recorded_on)
+
+    def begin(self) -> None:
+        """A pass begins."""
+        if self._graphs is not None:
+            self._graphs.begin()
+
     def run(self, sizes: Sizes, key: Key, values: Values) -> Values:
         """Run the forward; autograd saves what changes as it is at that moment."""
+        if self._graphs is not None:
+            return self._graphs.run(sizes, key, values, partial(self._run, sizes, key, values))
+        return self._run(sizes, key, values)
+
+    def _run(self, sizes: Sizes, key: Key, values: Values) -> Values:
         with values_saved(self._used):
             return self.module(sizes, key, *values)
 
@@ -115,7 +135,10 @@ class Span:
         """Run the forward without gradients, on residents as well."""
         sizes, key, states = microbatch.sizes, microbatch.key, microbatch.states
         if states is None:
-            return self.without_gradients(sizes, key, *values)
+            usual = partial(self.without_gradients, sizes, key, *values)
+            if self._graphs is not None:
+                return self._graphs.run(sizes, key, values, usual)
+            return usual()
         taken = [residents.take(leaf, states) for leaf in self.taken]
         results = self.without_gradients(sizes, key, *values, *taken)
         count = len(results) - len(self.kept)

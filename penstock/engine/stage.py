@@ -8,6 +8,7 @@ one the sink is the loss or the user's result. So no stage knows which one it is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from penstock.board.activity import RECOMPUTATION, SENDING
 from penstock.board.memory import Record
 from penstock.capture.halves import Deferral, Pending, run_pending
-from penstock.engine.batchnorm import Norms
+from penstock.engine.batchnorm import BatchNorms
 from penstock.engine.residents import Residents
 from penstock.engine.span import (
     Entry,
@@ -87,7 +88,7 @@ class Stage:
         self.source = source
         self.sink = sink
         self.deferral = Deferral()
-        self.norms = Norms()
+        self.norms = BatchNorms()
         self.microbatches: Sequence[MicroBatch] = ()
         self.first = 0
         self.wanted: Sequence[nn.Parameter] | None = None
@@ -114,6 +115,9 @@ class Stage:
             share: the micro-batches that the stage runs.
         """
         self.microbatches, self.wanted = microbatches, wanted
+        for span in chain.from_iterable(self.ways):
+            if span.recorded_on is not None:
+                span.begin()
         self.norms.begin()
 
     def end(self) -> None:
@@ -210,9 +214,9 @@ class Stage:
         """Let go of everything that a step has left."""
         self.held, self.deferred, self._arrived = {}, {}, ()
         self.deferral.take()
-        self.clear_norms()
+        self.clear_batchnorms()
         self.microbatches, self.wanted = (), None
 
-    def clear_norms(self) -> None:
+    def clear_batchnorms(self) -> None:
         """Forget what BatchNorms have seen in this pass."""
         self.norms.clear()

@@ -170,9 +170,9 @@ class Twins:
                     self._tensors[id(tensor)] = before[id(tensor)]
             self._become(twin, original)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let what comes on the originals' device wait until they are copied: it may write them."""
-        self._there.settle()
+        self._there.wait_for_copies()
 
     def fetch(self, module: nn.Module | None) -> None:
         """Let the buffers of a twin that forwards change be what the originals are now.

@@ -7,14 +7,24 @@ from collections.abc import Generator as Iterated
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from penstock.capture.trees import map_leaves
+from penstock.devices.streams import with_streams
 from penstock.errors import ClosedError, InputError, StatesLost
+from penstock.generation.groups import (
+    BY_ROW,
+    Group,
+    check_apart,
+    groups_of,
+    prompts_of,
+    with_list_first,
+    with_own_numbers,
+)
+from penstock.generation.outputs import beams_of_the_batch, merged
 from penstock.generation.script import Ended, Script
 from penstock.generation.stand_in import lengths_in, named, stand_in
 from penstock.sessions.session import Pass, Session, Sessions
@@ -30,27 +40,13 @@ class Tokens(NamedTuple):
 
     Attributes:
         rows: the sequences, by their numbers in the batch.
+            One is there as often as it is generated: `num_return_sequences` times.
         tokens: an int64 tensor with one token for each of these rows; of a sequence that has ended
             before, the padding token.
     """
 
     rows: Sequence[int]
     tokens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Group:
-    """Sequences that are generated together.
-
-    Attributes:
-        rows: their numbers in the batch.
-        args: positional arguments of the model's `generate`, for these rows.
-        kwargs: keyword arguments likewise.
-    """
-
-    rows: Sequence[int]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 class Job:
@@ -76,23 +72,34 @@ class Job:
         self.error: Exception | None = None
         self.is_over = False
         self._tokens: deque[torch.Tensor] = deque()
-        self._seen = self._given = 0
+        self._seen = self._given = 0  # tokens of each sequence, and of these those that were given
+        self._is_prompted = False
 
     def taken(self) -> Iterator[Tokens]:
         """The new tokens that were not taken yet."""
         while self._tokens:
-            yield Tokens(self.group.rows, self._tokens.popleft())
+            tokens = self._tokens.popleft()
+            each = max(1, len(tokens) // len(self.group.rows))
+            rows = self.group.rows
+            yield Tokens(rows if each == 1 else [r for r in rows for _ in range(each)], tokens)
 
     def begin(self) -> None:
         """It begins, perhaps again: tokens that come once more are left out."""
-        self._seen = 0
+        self._seen, self._is_prompted = 0, False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt at first, then one token for each sequence; called by `generate`."""
-        if self._seen > self._given:
-            self._given = self._seen
-            self._tokens.append(value.reshape(-1).cpu())
-        self._seen += 1
+        """Take the prompt at first, then new tokens; called by `generate`.
+
+        It gives one token for each sequence, or, with an assistant, several for its only one.
+        """
+        if not self._is_prompted:
+            self._is_prompted = True
+            return
+        for tokens in value.cpu().unbind(1) if value.ndim == 2 else (value.reshape(-1).cpu(),):
+            self._seen += 1
+            if self._seen > self._given:
+                self._given = self._seen
+                self._tokens.append(tokens)
 
     def end(self) -> None:
         """Nothing more will come; called by `generate`."""
@@ -204,14 +211,24 @@ class Generator:
         """A job from its beginning."""
 
         def generate(script: Script) -> Any:
-            model = stand_in(self._model, lambda *a, **k: script.ask(named(self._model, a, k)))
+            asked = count()
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                next(asked)
+                return script.ask(named(self._model, args, kwargs))
+
             kwargs = dict(job.group.kwargs)
             if job.streams:
                 kwargs["streamer"] = job
-            return model.generate(*job.group.args, **kwargs)  # type: ignore[operator]
+            model: Any = stand_in(self._model, forward)
+            result = model.generate(*job.group.args, **kwargs)
+            if not next(asked):
+                _check_calls_itself(self._model)
+            return result
 
         job.begin()
-        script = Script(generate, job.seed, self._threads)
+        devices = with_streams(self._sessions.devices)
+        script = Script(generate, job.seed, self._threads, devices)
         return _Running(job, script, self._sessions.open(), begun=begun)
 
     def _finish(self, one: _Running) -> Any:
@@ -239,7 +256,7 @@ class Generator:
                 return
             except StatesLost as problem:
                 if one.begun < _MOST_BEGINNINGS:
-                    self._begin_again([one])
+                    self._begin_again([one], one)
                     return
                 answer, error = None, problem
             except Exception as problem:
@@ -261,19 +278,22 @@ class Generator:
         else:
             first.script.cancel()
             self._over(first, error=error)
-        self._begin_again(again)
+        self._begin_again(again, first)
 
     def _under_way(self) -> list[_Running]:
         """Those that wait for a pass."""
         return [one for one in self._running if one.under_way is not None]
 
-    def _begin_again(self, those: Sequence[_Running]) -> None:
-        """Begin these again, whose passes or states were lost with another one that has failed."""
+    def _begin_again(self, those: Sequence[_Running], failed: _Running | None = None) -> None:
+        """Begin these again, whose passes or states were lost with one that has failed.
+
+        That one alone is a time nearer to the end of its chances, if it is among them.
+        """
         for one in those:
             self._running.remove(one)
             self._give_up(one)
         for one in those:
-            fresh = self._begin(one.job, one.begun + 1)
+            fresh = self._begin(one.job, one.begun + (one is failed))
             self._running.append(fresh)
             self._go_on(fresh)
 
@@ -289,6 +309,24 @@ class Generator:
 
 
 _MOST_BEGINNINGS = 5
+
+
+def _check_calls_itself(model: nn.Module) -> None:
+    """Raise if a model's `generate`, which has not called the model, may be that of a part of it.
+
+    Raises:
+        InputError: a part has a `generate`, too.
+    """
+    parts = [
+        (n, m) for n, m in model.named_modules() if n and callable(getattr(m, "generate", None))
+    ]
+    if parts:
+        name, part = parts[-1]
+        raise InputError(
+            f"the generate() of {type(model).__name__} has not called the model, but a part of it, "
+            f"so nothing of it ran in the pipeline. Build the pipeline of that part, "
+            f"model.{name} ({type(part).__name__})"
+        )
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -345,20 +383,32 @@ def _tokens(
     Raises:
         InputError: the arguments have no rows.
     """
+    if _is_of_transformers(model) and any(
+        _setting(model, args, kwargs, name) for name in _COLLECTED
+    ):
+        _have_hooks(model)
+    args, kwargs = with_list_first(args, kwargs)
     listed = bool(args) and isinstance(args[0], (list, tuple))
     if listed:
-        groups = _prompts(args, kwargs)
+        groups = prompts_of(args, kwargs)
     else:
         size = 1 if options.rowwise else options.group_size
-        groups = groups_of(args, kwargs, size, sessions.width)
+        settings = vars(getattr(model, "generation_config", None) or _Nothing())
+        groups = groups_of(args, kwargs, size, sessions.width, settings.keys() - BY_ROW)
+    check_apart(groups)
+    _check_streamer(groups, options)
+    groups = [with_own_numbers(group) for group in groups]
     most = options.in_flight or sessions.most
     jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
     generator = Generator(model, sessions, most, threads)
-    return _generated(generator, jobs, None if listed else _padding(model, kwargs))
+    if listed:
+        return _generated(generator, jobs, None, 0)
+    beams = _setting(model, args, kwargs, "num_beams") or 1
+    return _generated(generator, jobs, _padding(model, args, kwargs), int(beams))
 
 
 def _generated(
-    generator: Generator, jobs: Sequence[Job], padding: int | None
+    generator: Generator, jobs: Sequence[Job], padding: int | None, beams: int
 ) -> Iterated[Tokens, None, Any]:
     """Generate these; yields tokens as `run` does.
 
@@ -366,12 +416,13 @@ def _generated(
         generator: does it.
         jobs: the groups.
         padding: the token that groups are padded with; `None` if they stay apart.
+        beams: of every sequence; 0 if they stay apart.
 
     Returns:
         what they have returned, together or in a list; nothing if their tokens were wanted.
     """
     yield from run(generator, jobs)
-    results = [job.result for job in jobs]
+    results = [beams_of_the_batch(job.result, job.group.rows[0] * beams) for job in jobs]
     if any(job.streams for job in jobs):
         return None
     return results if padding is None else merged(results, padding)
@@ -449,128 +500,74 @@ def _drawn() -> int:
     return int(torch.randint(0, 2**31, ()))
 
 
-def _padding(model: nn.Module, kwargs: Mapping[str, Any]) -> int:
+class _Nothing:
+    """Has no settings of generation."""
+
+
+def _setting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """A setting of generation as transformers finds it; `None` if nobody has set it.
+
+    Args:
+        model: whose own settings are the last that count.
+        args, kwargs: as of the model's `generate`; a `GenerationConfig` may be among them.
+        name: of the setting.
+    """
+    given = [kwargs.get("generation_config"), *args[1:2]]
+    configs = [*given, getattr(model, "generation_config", None)]
+    candidates = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((found for found in candidates if found is not None), None)
+
+
+def _padding(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """The token that sequences are padded with, as transformers chooses it."""
-    given = kwargs.get("generation_config"), getattr(model, "generation_config", None)
-    candidates = [kwargs.get("pad_token_id")]
-    candidates += [getattr(config, "pad_token_id", None) for config in given]
-    candidates += [kwargs.get("eos_token_id")]
-    candidates += [getattr(config, "eos_token_id", None) for config in given]
-    for token in candidates:
+    for name in ("pad_token_id", "eos_token_id"):
+        token = _setting(model, args, kwargs, name)
+        if isinstance(token, torch.Tensor):
+            token = token.reshape(-1).tolist()
         if token is not None:
             return int(token[0] if isinstance(token, (list, tuple)) else token)
     return 0
 
 
-def _prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Group]:
-    """A list of prompts of any lengths, each a group of its own.
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+_HOOKED = "_output_capturing_hooks_installed"  # as transformers notes it
+
+
+def _have_hooks(model: nn.Module) -> None:
+    """Let a model of transformers have the hooks that collect hidden states and the like.
+
+    Its forward would install them when it is first asked, and stay changed, which no recording may.
+    A part of it may have them already: it must not have them twice.
+    """
+    with suppress(ImportError):  # before transformers 5 there were none
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+        if not any(hasattr(module, _HOOKED) for module in model.modules()):
+            if isinstance(model, PreTrainedModel):
+                maybe_install_capturing_hooks(model)
+                return
+        elif getattr(model, _HOOKED, False):
+            return
+        for child in model.children():
+            _have_hooks(child)
+
+
+def _check_streamer(groups: Sequence[Group], options: Options) -> None:
+    """Raise if a streamer would not get the tokens of one batch.
 
     Raises:
-        InputError: one is no tensor of tokens, or there is none.
+        InputError: it would not.
     """
-    groups = []
-    for k, prompt in enumerate(args[0]):
-        if not isinstance(prompt, torch.Tensor) or prompt.ndim not in (1, 2) or not prompt.numel():
-            raise InputError(
-                f"prompt {k} is a {type(prompt).__name__}, not a tensor of tokens: a list of "
-                "prompts has a tensor of shape (length,) or (1, length) for each"
-            )
-        own = prompt.reshape(1, -1) if prompt.ndim == 1 else prompt
-        groups.append(Group(range(k, k + 1), (own, *args[1:]), kwargs))
-    if not groups:
-        raise InputError("there are no prompts in the list")
-    return groups
-
-
-def groups_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any], size: int | None, most: int
-) -> list[Group]:
-    """A batch as groups of sequences.
-
-    Args:
-        args, kwargs: as of the model's `generate`; tensors with one entry for each sequence are
-            split, everything else is given to each group.
-        size: how many sequences a group has; `None` for `most` groups of about the same size.
-        most: see above.
-
-    Raises:
-        InputError: no argument has rows.
-    """
-    tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim)
-    first = next(tensors, None)
-    if first is None:
-        raise InputError("generate needs a tensor with one row for each sequence, such as the ids")
-    rows = len(first)
-    if rows == 0:
-        raise InputError("there are no sequences: the first tensor has no rows")
-    count = min(most, rows) if size is None else -(-rows // size)
-    groups, start = [], 0
-    for k in range(count):
-        own = rows // count + (k < rows % count) if size is None else min(size, rows - start)
-        part = partial(_part, rows=rows, start=start, size=own)
-        own_args, own_kwargs = map_leaves(part, (tuple(args), dict(kwargs)))
-        groups.append(Group(range(start, start + own), own_args, own_kwargs))
-        start += own
-    return groups
-
-
-def _part(leaf: Any, rows: int, start: int, size: int) -> Any:
-    has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == rows
-    return leaf[start : start + size] if has_rows else leaf
-
-
-def merged(results: Sequence[Any], padding: int) -> Any:
-    """What the model's `generate` would return for all groups together.
-
-    Sequences of groups that ended earlier are padded on the right.
-
-    Args:
-        results: of the groups, in order.
-        padding: the token.
-    """
-    if len(results) == 1:
-        return results[0]
-    first = results[0]
-    if isinstance(first, torch.Tensor):
-        return _joined(results, padding)
-    if isinstance(first, Mapping) and hasattr(first, "sequences"):
-        return _joined_output(results, padding)
-    if isinstance(first, (tuple, list)):
-        return type(first)(merged(list(each), padding) for each in zip(*results, strict=True))
-    return list(results)
-
-
-def _joined(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
-    """Tensors with rows one after another, the last dimension padded to the longest."""
-    if parts[0].ndim < 2 or len({part.shape[1:] for part in parts}) == 1:
-        return torch.cat(list(parts))
-    longest = max(part.shape[-1] for part in parts)
-    padded = [
-        nn.functional.pad(part, (0, longest - part.shape[-1]), value=padding) for part in parts
-    ]
-    return torch.cat(padded)
-
-
-def _joined_output(results: Sequence[Any], padding: int) -> Any:
-    """Outputs of transformers' `generate` as one.
-
-    What has an entry for each step is joined if all groups have taken as many. What cannot be
-    joined, such as caches that are with the workers, is `None`.
-    """
-    values: dict[str, Any] = {}
-    for name in results[0]:
-        parts = [result[name] for result in results]
-        is_sequences = isinstance(parts[0], torch.Tensor) and name == "sequences"
-        values[name] = _joined(parts, padding) if is_sequences else _along_rows(parts)
-    return type(results[0])(**values)
-
-
-def _along_rows(parts: Sequence[Any]) -> Any:
-    """Tensors with rows one after another, in tuples likewise; `None` if they do not fit."""
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        fits = len({part.shape[1:] for part in parts}) == 1
-        return torch.cat(list(parts)) if fits else None
-    if isinstance(first, tuple) and len({len(part) for part in parts}) == 1:
-        return tuple(map(_along_rows, zip(*parts, strict=True)))
-    return None
+    if groups[0].kwargs.get("streamer") is None:
+        return
+    if options.stream:
+        raise InputError("stream=True and streamer= both take the tokens as they come: give one")
+    if len(groups) > 1:
+        raise InputError(
+            f"streamer= would get the tokens of {len(groups)} groups of sequences one among "
+            "another. Use stream=True, which says whose tokens they are, or have one group: "
+            "group_size= the number of sequences"
+        )

@@ -9,12 +9,18 @@ as such.)
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+
+from penstock.capture.calls import ambient
+from penstock.capture.randomness import undisturbed
+from penstock.devices.kinds import kind_of
+from penstock.devices.streams import Currents
 
 _TIMEOUT = 60.0  # seconds that a script may take to hear that it is cancelled
 
@@ -53,21 +59,35 @@ class _Failed:
 class Script:
     """A function that runs by turns with the thread that resumes it.
 
-    Torch's default generator is the script's own while it runs, so what one draws does not depend
-    on when others do.
+    Torch's default generators are the script's own while it runs, so what one draws does not depend
+    on when others do. It runs under the autocast, on the current streams and in the context
+    variables of whoever has made it.
 
     Args:
         function: is given the script, and calls its `ask`.
-        seed: of torch's default generator.
+        seed: of torch's default generators.
         threads: intra-op threads.
+        devices: other than the CPU that it uses.
     """
 
-    def __init__(self, function: Callable[[Script], Any], seed: int, threads: int) -> None:
+    def __init__(
+        self,
+        function: Callable[[Script], Any],
+        seed: int,
+        threads: int,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
         self._function = function
         self._threads = threads
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._events: SimpleQueue[Request | Ended | _Failed] = SimpleQueue()
-        self._random = torch.Generator().manual_seed(seed).get_state()
+        self._generators = [torch.default_generator]
+        self._generators += [kind_of(device).generator(device) for device in devices]
+        own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
+        self._random = [generator.get_state() for generator in own]
+        self._outer = self._random  # the states of the default generators while it does not run
+        self._currents = Currents(devices)
+        self._modes, self._context = ambient(), copy_context()
         self._thread: threading.Thread | None = None
         self._is_over = False
 
@@ -81,18 +101,12 @@ class Script:
         Raises:
             Exception: what the function raises.
         """
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self._random)
-        try:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
-                self._thread.start()
-            else:
-                self._answers.put((answer, error))
-            event = self._events.get()
-        finally:
-            self._random = torch.get_rng_state()
-            torch.set_rng_state(outer)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
+            self._thread.start()
+        else:
+            self._answers.put((answer, error))
+        event = self._events.get()
         if isinstance(event, Request):
             return event
         self._is_over = True
@@ -113,8 +127,10 @@ class Script:
 
     def ask(self, what: Any) -> Any:
         """Ask whoever has resumed the script for something; called by its function."""
+        self._rest()
         self._events.put(Request(what))
         answer, error = self._answers.get()
+        self._go_on()
         if error is not None:
             try:
                 raise error
@@ -124,11 +140,33 @@ class Script:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
+        event: Ended | _Failed | None = None
+        self._go_on()
         try:
-            result = self._function(self)
+            with self._currents.taken(), self._modes.autocasting():
+                event = Ended(self._context.run(self._function, self))
         except Cancelled:  # nobody waits; kept, its traceback would keep all that the function has
             return
         except BaseException as error:
-            self._events.put(_Failed(error))
-        else:
-            self._events.put(Ended(result))
+            event = _Failed(error)
+        finally:
+            self._rest()
+        self._events.put(event)
+        del event
+
+    def _go_on(self) -> None:
+        """Take the default generators, which calls of other threads are kept from seeding."""
+        undisturbed().__enter__()
+        self._outer = self._exchanged(self._random)
+
+    def _rest(self) -> None:
+        """Give them back as they were."""
+        self._random = self._exchanged(self._outer)
+        undisturbed().__exit__(None, None, None)
+
+    def _exchanged(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Let the default generators have these states; returns those that they had."""
+        before = [generator.get_state() for generator in self._generators]
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        return before

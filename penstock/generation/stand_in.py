@@ -13,6 +13,8 @@ from penstock.capture.dims import Dynamic, positional_names
 from penstock.capture.trees import flatten_result, is_plain_object
 from penstock.sessions.resident import Resident
 
+_COMPILES = "_valid_auto_compile_criteria"  # asked by `generate` of transformers
+
 
 def stand_in(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A shallow copy of a model, whose calls are calls of `forward`.
@@ -23,6 +25,8 @@ def stand_in(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     copy: nn.Module = object.__new__(type(model))
     vars(copy).update(vars(model))
     vars(copy)["forward"] = functools.wraps(model.forward)(forward)
+    if hasattr(model, _COMPILES):  # the forward waits for other threads, which is not for compilers
+        vars(copy)[_COMPILES] = lambda *args, **kwargs: False
     return copy
 
 

@@ -27,23 +27,23 @@ class Cast:
 
     def send(self, microbatch: int, results: Values) -> Roots:
         """Hand over a micro-batch's values."""
-        self._link.send(microbatch, narrowed(results, self._dtype))
+        self._link.send(microbatch, cast_down(results, self._dtype))
         return edges(results)
 
     def receive(self, microbatch: int) -> Values:
         """The next micro-batch's values; waits for them."""
-        return widened(self._link.receive(microbatch))
+        return cast_back(self._link.receive(microbatch))
 
     def send_gradients(self, microbatch: int, gradients: Gradients) -> None:
         """Hand back the gradients of a micro-batch's values."""
-        self._link.send_gradients(microbatch, narrowed(gradients, self._dtype))
+        self._link.send_gradients(microbatch, cast_down(gradients, self._dtype))
 
     def receive_gradients(self, microbatch: int) -> Gradients:
         """The next micro-batch's gradients; waits for them."""
-        return widened(self._link.receive_gradients(microbatch))
+        return cast_back(self._link.receive_gradients(microbatch))
 
 
-def narrowed(values: Sequence[Any], dtype: torch.dtype) -> Values:
+def cast_down(values: Sequence[Any], dtype: torch.dtype) -> Values:
     """The values as they travel, and for each an empty tensor of its own dtype if that is another.
 
     Nothing else tells the receiver: under autocast the same value may come in another dtype.
@@ -59,8 +59,8 @@ def narrowed(values: Sequence[Any], dtype: torch.dtype) -> Values:
     )
 
 
-def widened(values: Sequence[Any]) -> Values:
-    """What `narrowed` was given, rounded."""
+def cast_back(values: Sequence[Any]) -> Values:
+    """What `cast_down` was given, rounded."""
     half = len(values) // 2
     pairs = zip(values[:half], values[half:], strict=True)
     return tuple(v if mark is None else _cast(v, mark.dtype) for v, mark in pairs)

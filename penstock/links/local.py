@@ -54,13 +54,13 @@ class LocalLink:
         """
         return self._backward.get()
 
-    def settle(self, results: bool) -> None:
+    def wait_for_copies(self, results: bool) -> None:
         """Let what the calling worker does next wait until what it has sent is copied.
 
         Args:
             results: whether it has sent those of the earlier stage, or else gradients.
         """
-        (self._forward if results else self._backward).settle()
+        (self._forward if results else self._backward).wait_for_copies()
 
     def abort(self) -> None:
         """Wake whoever waits here, now and until `reset`."""
@@ -89,9 +89,9 @@ class _Channel:
     def put(self, values: Sequence[Any]) -> None:
         self._queue.put(self._copies.start(values) if self._copies else (values, None))
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         if self._copies:
-            self._copies.settle()
+            self._copies.wait_for_copies()
 
     def get(self) -> Sequence[Any]:
         item = self._queue.get()

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -19,8 +20,11 @@ from torch.nn.utils import parametrize
 
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted
-from penstock.links.segment import Place
-from penstock.links.shared_memory import is_plain, laid_out
+from penstock.links.segment import Place, brought, shift_of
+from penstock.links.shared_memory import Layout, is_plain, laid_out
+
+DeviceFor = Callable[[torch.device], torch.device]
+"""The device on which a process wants what was on this device of another process."""
 
 
 class Packed(NamedTuple):
@@ -52,9 +56,15 @@ def pack(obj: Any) -> Packed:
     return Packed(buffer.getvalue(), tensors)
 
 
-def unpack(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The object that `pack` made into these bytes and tensors."""
-    return _Unpacker(io.BytesIO(data), tensors.__getitem__).load()
+def unpack(data: bytes, tensors: Sequence[torch.Tensor], to: DeviceFor | None = None) -> Any:
+    """The object that `pack` made into these bytes and tensors.
+
+    Args:
+        data: the bytes.
+        tensors: on the CPU, as they have travelled.
+        to: where those go that were on another device, by that; they stay if it is left out.
+    """
+    return _Unpacker(io.BytesIO(data), tensors.__getitem__, to).load()
 
 
 def pack_apart(obj: Any, known: Mapping[int, int]) -> Packed:
@@ -80,14 +90,21 @@ def unpack_with(data: bytes, find: Callable[[int], Any]) -> Any:
     return _Unpacker(io.BytesIO(data), find).load()
 
 
-def to_bytes(obj: Any) -> bytes:
-    """An object with the tensors in it, for a process that shares no memory with this one."""
+@torch.no_grad()
+def packed_together(obj: Any) -> tuple[bytes, Layout, torch.Tensor]:
+    """An object as bytes, where each of its tensors is, and uint8 memory that has them all."""
     data, tensors = pack(obj)
     layout, size = laid_out(tensors)
     base = torch.empty(size, dtype=torch.uint8)
     for place, tensor in zip(layout, tensors, strict=True):
         if isinstance(place, Place):
-            place.target(base.untyped_storage()).fill(tensor.detach())
+            place.target(base.untyped_storage()).fill(tensor)
+    return data, layout, base
+
+
+def to_bytes(obj: Any) -> bytes:
+    """An object with the tensors in it, for a process that shares no memory with this one."""
+    data, layout, base = packed_together(obj)
     return pickle.dumps((data, layout, bytes(base.numpy())))
 
 
@@ -190,9 +207,18 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             number = self._number(obj)
-            return super().reducer_override(obj) if number is None else (_found, (number,))
+            if number is None:
+                return super().reducer_override(obj)
+            if obj.device.type != "cpu":
+                return _found_on, (number, str(obj.device), shift_of(obj))
+            return _found, (number,)
+        if isinstance(obj, (type, FunctionType)) and _is_ours(obj):  # every process can import it
+            return NotImplemented
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
             return _made_again, (type(obj), obj.args), vars(obj) or None
+        if isinstance(obj, CodeType):  # cloudpickle 3.1.3 forgets the file, which tracebacks show
+            make, args = self.dispatch_table[CodeType](obj)
+            return _code_of, (obj.co_filename, make, args)
         if isinstance(obj, ContextVar):  # among the globals of a hook that travels by value
             return _reduced_context_variable(obj)
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
@@ -247,6 +273,18 @@ class _ReferringPacker(_Packer):
         return super().reducer_override(obj)
 
 
+def _is_ours(obj: type | FunctionType) -> bool:
+    """Whether this is at the top of one of Penstock's modules; cloudpickle takes long to see it."""
+    module = obj.__module__ or ""
+    own = module.startswith("penstock.") and getattr(sys.modules.get(module), obj.__name__, None)
+    return own is obj
+
+
+def _code_of(filename: str, make: Callable[..., CodeType], args: tuple[Any, ...]) -> CodeType:
+    """Code that cloudpickle has taken apart, of this file."""
+    return make(*args).replace(co_filename=filename)
+
+
 def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """An exception with these `args`, whatever its class is usually made from."""
     error = kind.__new__(kind, *args)
@@ -288,15 +326,32 @@ def _found(number: int) -> Any:
     raise pickle.UnpicklingError(f"tensor {number} of this pickle is not in it")
 
 
+def _found_on(number: int, device: str, shift: int) -> Any:
+    """In a pickle this stands for the unpickler's `_brought`."""
+    raise pickle.UnpicklingError(f"tensor {number} of this pickle is not in it")
+
+
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, find: Callable[[int], Any]) -> None:
+    def __init__(
+        self, buffer: io.BytesIO, find: Callable[[int], Any], to: DeviceFor | None = None
+    ) -> None:
         super().__init__(buffer)
-        self._find = find
+        self._find, self._to = find, to
 
     def find_class(self, module: str, name: str) -> Any:
-        if name == _found.__name__ and module == __name__:
+        if module == __name__ and name == _found.__name__:
             return self._find
+        if module == __name__ and name == _found_on.__name__:
+            return self._brought
         return super().find_class(module, name)
+
+    def _brought(self, number: int, device: str, shift: int) -> Any:
+        """A tensor that was on this device, so many bytes behind an alignment."""
+        found = self._find(number)
+        if self._to is None:
+            return found
+        copy = brought(found.detach(), self._to(torch.device(device)), shift)
+        return copy.requires_grad_(found.requires_grad)
 
     def persistent_load(self, pid: Any) -> Any:
         return self._find(pid)

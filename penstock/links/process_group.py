@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.links.link import InDispatch, Values
-from penstock.links.segment import Place
+from penstock.links.segment import Place, brought
 from penstock.links.shared_memory import PLAIN, Layout, laid_out
 from penstock.links.wire import Gone, Wire
 
@@ -77,7 +77,7 @@ class Peer(NamedTuple):
     memory: torch.device
 
 
-class Line:
+class GroupEnd:
     """One end of a link to another machine; values leave here, and others arrive.
 
     Args:
@@ -234,7 +234,9 @@ class Line:
         for k, place in enumerate(layout):
             if isinstance(place, Place):
                 tensor = place.of(base.untyped_storage()) if memory is None else place.alone(memory)
-                values[k] = tensor.to(self._device).requires_grad_(place.requires_grad)
+                if self._device.type != tensor.device.type:
+                    tensor = brought(tensor, self._device, place.shift)
+                values[k] = tensor.requires_grad_(place.requires_grad)
             elif place is not None:
                 values[k] = next(remaining)
         return tuple(values)

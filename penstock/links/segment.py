@@ -16,9 +16,11 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from penstock.devices import layout
 from penstock.files import anonymous_memory
 from penstock.forks import disown_in_forks
 
+DEVICE_ALIGNMENT = layout.ALIGNMENT
 ALIGNMENT = 64
 """Bytes to which tensors are aligned, as torch's own allocator does."""
 
@@ -129,6 +131,7 @@ class Place(NamedTuple):
         stride: in elements.
         offset: in bytes.
         requires_grad: whether a gradient flows to it.
+        shift: on another device than the CPU, the bytes from a multiple of 256 to its beginning.
     """
 
     dtype: torch.dtype
@@ -136,6 +139,7 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     requires_grad: bool
+    shift: int = 0
 
     @property
     def end(self) -> int:
@@ -204,10 +208,35 @@ def place_of(tensor: torch.Tensor, start: int) -> Place:
     behind a multiple of 64 bytes.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
-    shift = tensor.data_ptr() % ALIGNMENT if tensor.device.type == "cpu" else 0
-    if shift % tensor.dtype.itemsize:
-        shift = 0
-    return Place(tensor.dtype, shape, stride, aligned(start) + shift, tensor.requires_grad)
+    is_here = tensor.device.type == "cpu"
+    shift = shift_of(tensor)
+    offset = aligned(start) + (shift if is_here else 0)
+    of_device = 0 if is_here else shift
+    return Place(tensor.dtype, shape, stride, offset, tensor.requires_grad, of_device)
+
+
+def shift_of(tensor: torch.Tensor) -> int:
+    """The bytes by which a tensor is behind what kernels are chosen by, on its device."""
+    alignment = ALIGNMENT if tensor.device.type == "cpu" else DEVICE_ALIGNMENT
+    shift = tensor.data_ptr() % alignment
+    return 0 if shift % tensor.dtype.itemsize else shift
+
+
+def brought(tensor: torch.Tensor, device: torch.device, shift: int) -> torch.Tensor:
+    """A copy of a tensor on another device, with its strides, as far behind an alignment.
+
+    Args:
+        tensor: on the CPU.
+        device: where it is wanted; if that is the CPU, the tensor itself is returned.
+        shift: as of `Place`.
+    """
+    if device.type == "cpu":
+        return tensor
+    before, count = shift // tensor.dtype.itemsize, _span(tensor.shape, tensor.stride())
+    memory = torch.empty(before + count, dtype=tensor.dtype, device=device)
+    copy = memory.as_strided(tensor.shape, tensor.stride(), before)
+    fill(copy, tensor)
+    return copy
 
 
 def aligned(offset: int) -> int:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from penstock.links.link import Gradients, InDispatch, Roots, Values, edges
-from penstock.links.segment import ALIGNMENT, Place, Segment, Target, place_of
+from penstock.links.segment import Place, Segment, Target, brought, place_of, shift_of
 from penstock.links.weights import Named, Weights
 from penstock.links.wire import Wire
 
@@ -249,8 +249,7 @@ class Borrower:
             tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
         else:
             tensor = place.alone(memory)
-        if self._device.type != "cpu":
-            tensor = tensor.to(self._device)
+        tensor = brought(tensor, self._device, place.shift)
         return tensor.requires_grad_() if place.requires_grad else tensor
 
 
@@ -262,8 +261,7 @@ def _signature(value: Any, weights: Weights | None) -> Any:
         return PLAIN
     if weights is not None and (name := weights.name(value)) is not None:
         return name
-    shift = value.data_ptr() % ALIGNMENT
-    return value.dtype, value.shape, value.stride(), shift, value.requires_grad
+    return value.dtype, value.shape, value.stride(), shift_of(value), value.requires_grad
 
 
 def laid_out(values: Sequence[Any], names: Mapping[int, Named] | None = None) -> tuple[Layout, int]:

@@ -210,8 +210,8 @@ class Findings:
         within = steps.pass_seconds - usual
         between = steps.seconds - (self.step_seconds or 0.0) - within
         if within > between:
-            return f"its passes took {show_seconds(steps.pass_seconds)}, usually {_shown(usual)}"
-        return f"{_shown(between)} more than usual between passes"
+            return f"its passes took {show_seconds(steps.pass_seconds)}, usually {_in_words(usual)}"
+        return f"{_in_words(between)} more than usual between passes"
 
     # -- recorded steps -----------------------------------------------------------------------
 
@@ -464,7 +464,7 @@ def rounded(values: Sequence[float], whole: int) -> list[int]:
     return found
 
 
-def _shown(seconds: float) -> str:
+def _in_words(seconds: float) -> str:
     return show_seconds(max(0.0, seconds))
 
 

@@ -10,7 +10,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from penstock.board.served import Shown
-from penstock.observe.asked import Task, free_path, save_report_of, save_timeline, stacks_of
+from penstock.observe.on_demand import Task, free_path, save_report_of, save_timeline, stacks_of
 from penstock.observe.watch import KEYS, LEGEND, WIDE, Watch, stack_of
 
 _STACK = 8  # lines of a worker's stacks that are better to have than the steps under way

@@ -328,10 +328,10 @@ def _comparison(here: Findings, there: Findings) -> list[Row]:
 
 
 def _differing(name: str, here: float | None, there: float | None) -> Row:
-    def shown(seconds: float | None) -> str:
+    def text_of(seconds: float | None) -> str:
         return "not known" if seconds is None else show_seconds(seconds)
 
-    return Row(name, shown(here), shown(there), _change(here, there))
+    return Row(name, text_of(here), text_of(there), _change(here, there))
 
 
 def _change(here: float | None, there: float | None) -> str:

@@ -16,7 +16,7 @@ from penstock.board.memory import Reading
 from penstock.board.runs import find
 from penstock.board.served import Remote, Shown
 from penstock.board.status import Status, WorkerStatus, status_of
-from penstock.observe.asked import stacks_of
+from penstock.observe.on_demand import stacks_of
 from penstock.observe.staircase import Staircase
 from penstock.units import show_bytes, show_seconds
 
@@ -122,7 +122,7 @@ class Watch:
 
     def view(self, width: int, keys: bool = False) -> RenderableType:
         """All of it, for a screen of so many columns."""
-        parts = [part for place in range(len(self.jobs)) for part in self._shown(place, width)]
+        parts = [part for place in range(len(self.jobs)) for part in self._panel(place, width)]
         if not self.jobs:
             parts.append(self._none())
         for name, stack in self.stacks.items():
@@ -145,13 +145,13 @@ class Watch:
         parts: list[RenderableType] = []
         for place in places:
             title = _title(place, place == selected) if len(self.jobs) > 1 else Text()
-            parts += self._shown(place, width, title, with_steps)
+            parts += self._panel(place, width, title, with_steps)
         return Group(*parts) if parts else self._none()
 
     def _none(self) -> Text:
         return Text(self.nothing(), style="yellow")
 
-    def _shown(
+    def _panel(
         self, place: int, width: int, title: Text | None = None, with_steps: bool = False
     ) -> list[RenderableType]:
         """One pipeline."""

@@ -109,7 +109,7 @@ def decide_plan(
             backend.take(made, is_given=False)
             for sentence in advice(made):
                 _LOG.warning(sentence)
-        decided = backend.agree(program, made)
+        decided = backend.broadcast_plan(program, made)
     edges = [first for stage in decided.stages for first, _, _ in stage.spans]
     program.check_cuts([edge for edge in edges if edge > 0])
     return decided

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import InputError
 from penstock.serving.answers import Answer, Reason
-from penstock.serving.asked import Asked, Reader
+from penstock.serving.completions import CompletionRequest, Reader
 from penstock.serving.counting import Counts
 from penstock.serving.engine import AnyJob, Engine, Ticket
 from penstock.serving.plain import as_plain, prediction
@@ -52,9 +53,9 @@ class _Events:
         self._loop = asyncio.get_running_loop()
         self._ends_at = self._loop.time() + timeout
         self._left = len(jobs)
-        self._ticket: Ticket = engine.submit(jobs, self._tell)
+        self._ticket: Ticket = engine.submit(jobs, self._emit)
 
-    def _tell(self, *event: Any) -> None:
+    def _emit(self, *event: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed, so nobody waits
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
@@ -106,6 +107,29 @@ class _Events:
         """End what is not over."""
         if self._left:
             self._engine.cancel(self._ticket)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A request that is answered.
+
+    Attributes:
+        wanted: what it asks for.
+        answer: its form.
+        events: the tokens as they come.
+        texts: of every sequence.
+        since: when the request came.
+    """
+
+    wanted: CompletionRequest
+    answer: Answer
+    events: _Events
+    texts: Sequence[Text]
+    since: float
+
+    def usage(self) -> tuple[int, int]:
+        """The tokens of the prompts, and those that were generated."""
+        return sum(map(len, self.wanted.prompts)), sum(text.tokens for text in self.texts)
 
 
 class Endpoints:
@@ -213,61 +237,55 @@ class Endpoints:
             )
 
     async def _generate(
-        self, request: Request, asked: Asked, is_chat: bool, since: float
+        self, request: Request, wanted: CompletionRequest, is_chat: bool, since: float
     ) -> Response:
-        seed = secrets.randbelow(1 << 31) if asked.seed is None else asked.seed
-        events = _Events(self._engine, self._reader.jobs(asked, seed), self._timeout)
+        seed = secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
+        events = _Events(self._engine, self._reader.jobs(wanted, seed), self._timeout)
         ends = self._reader.ends
-        texts = [Text(self._served.tokenizer, ends, asked.stop) for _ in asked.prompts]
-        answer = Answer(self._served.name, is_chat)
-        if asked.stream:
-            pieces = self._pieces(events, texts, answer, asked, since)
+        texts = [Text(self._served.tokenizer, ends, wanted.stop) for _ in wanted.prompts]
+        under_way = _UnderWay(wanted, Answer(self._served.name, is_chat), events, texts, since)
+        if wanted.stream:
+            pieces = self._pieces(under_way)
             first = await _unless_gone(request, anext(pieces))  # what fails at once has its status
             stream = self._stream(first, pieces, events, since)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return _Stream(stream, media_type="text/event-stream", headers=headers)
-        whole = await _unless_gone(request, self._whole(events, texts, answer, asked, since))
+        whole = await _unless_gone(request, self._whole(under_way))
         self._counts.ended("done", since)
         return _json(whole)
 
-    async def _texts(
-        self, events: _Events, texts: Sequence[Text], since: float
-    ) -> AsyncIterator[tuple[int, str, bool]]:
+    async def _texts(self, of: _UnderWay) -> AsyncIterator[tuple[int, str, bool]]:
         """The number of a sequence, its new text, and whether it is over."""
         is_first = True
-        async for number, tokens, is_over in events.each():
+        async for number, tokens, is_over in of.events.each():
             if tokens:
-                self._counts.came(len(tokens), since if is_first else None)
+                self._counts.came(len(tokens), of.since if is_first else None)
                 is_first = False
-            text = texts[number].add(tokens)
-            yield number, text + texts[number].end() if is_over else text, is_over
+            text = of.texts[number].add(tokens)
+            yield number, text + of.texts[number].end() if is_over else text, is_over
 
-    async def _whole(
-        self, events: _Events, texts: Sequence[Text], answer: Answer, asked: Asked, since: float
-    ) -> dict[str, Any]:
+    async def _whole(self, of: _UnderWay) -> dict[str, Any]:
         """The whole answer."""
-        parts: list[list[str]] = [[] for _ in texts]
-        async for number, text, _ in self._texts(events, texts, since):
+        parts: list[list[str]] = [[] for _ in of.texts]
+        async for number, text, _ in self._texts(of):
             parts[number].append(text)
-        reasons = [_reason(text) for text in texts]
-        return answer.whole(["".join(part) for part in parts], reasons, *_usage(asked, texts))
+        reasons = [_reason(text) for text in of.texts]
+        return of.answer.whole(["".join(part) for part in parts], reasons, *of.usage())
 
-    async def _pieces(
-        self, events: _Events, texts: Sequence[Text], answer: Answer, asked: Asked, since: float
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _pieces(self, of: _UnderWay) -> AsyncIterator[dict[str, Any]]:
         """The answer in pieces."""
         begun: set[int] = set()
-        async for number, text, is_over in self._texts(events, texts, since):
+        async for number, text, is_over in self._texts(of):
             if number not in begun:
                 begun.add(number)
-                for piece in answer.first(number):
+                for piece in of.answer.first(number):
                     yield piece
             if text:
-                yield answer.piece(number, text)
+                yield of.answer.piece(number, text)
             if is_over:
-                yield answer.piece(number, "", _reason(texts[number]))
-        if asked.counts:
-            yield answer.usage(*_usage(asked, texts))
+                yield of.answer.piece(number, "", _reason(of.texts[number]))
+        if of.wanted.counts:
+            yield of.answer.usage(*of.usage())
 
     async def _stream(
         self,
@@ -326,10 +344,6 @@ class _Stream(StreamingResponse):
 
 def _reason(text: Text) -> Reason:
     return "stop" if text.stopped else "length"
-
-
-def _usage(asked: Asked, texts: Sequence[Text]) -> tuple[int, int]:
-    return sum(map(len, asked.prompts)), sum(text.tokens for text in texts)
 
 
 def _no_model(name: str, served: str) -> Refusal:

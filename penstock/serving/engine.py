@@ -40,7 +40,7 @@ class Work(Protocol):
         """End all jobs."""
 
 
-Tell = Callable[[int, Sequence[int], bool], None]
+Emit = Callable[[int, Sequence[int], bool], None]
 """Is told of a job, by its number in the request: the new tokens, and whether it is over."""
 
 
@@ -50,13 +50,13 @@ class Ticket:
 
     Attributes:
         jobs: of the request.
-        tell: is told of them, by the thread of the engine.
+        emit: is told of them, by the thread of the engine.
         since: when it was accepted, of `time.monotonic()`.
         left: the numbers of jobs that are not over.
     """
 
     jobs: Sequence[AnyJob]
-    tell: Tell
+    emit: Emit
     since: float = field(default_factory=time.monotonic)
     left: set[int] = field(init=False)
 
@@ -114,12 +114,12 @@ class Engine:
 
     # -- for other threads ------------------------------------------------------------------
 
-    def submit(self, jobs: Sequence[AnyJob], tell: Tell) -> Ticket:
+    def submit(self, jobs: Sequence[AnyJob], emit: Emit) -> Ticket:
         """Have these jobs done.
 
         Args:
             jobs: of one request.
-            tell: is told what comes of them; called in the thread of the engine.
+            emit: is told what comes of them; called in the thread of the engine.
 
         Raises:
             Refusal: there are too many jobs, or the server stops.
@@ -144,7 +144,7 @@ class Engine:
                     retry_after=after,
                 )
             self._open += len(jobs)
-            ticket = Ticket(jobs, tell)
+            ticket = Ticket(jobs, emit)
             self._inbox.put(ticket)
         return ticket
 
@@ -227,24 +227,24 @@ class Engine:
             job = ticket.jobs[number]
             self._work.cancel(job)
             job.error = job.error or why
-            self._tell(ticket, number)
+            self._emit(ticket, number)
 
     def _report(self) -> None:
-        """Tell of new tokens, and of jobs that are over."""
+        """Hand out new tokens, and say which jobs are over."""
         broken = False
         for ticket in list(self._tickets):
             for number in sorted(ticket.left):
-                self._tell(ticket, number)
+                self._emit(ticket, number)
                 error = ticket.jobs[number].error
                 broken |= isinstance(error, (ClosedError, WorkerError, WorkerTimeout))
         if broken:
             self._check()
 
-    def _tell(self, ticket: Ticket, number: int) -> None:
+    def _emit(self, ticket: Ticket, number: int) -> None:
         job = ticket.jobs[number]
         tokens = [int(each.tokens[0]) for each in job.taken()]
         if tokens or job.is_over:
-            ticket.tell(number, tokens, job.is_over)
+            ticket.emit(number, tokens, job.is_over)
         if job.is_over:
             ticket.left.discard(number)
             with self._lock:

@@ -18,10 +18,12 @@ from penstock.board.metrics import bound
 from penstock.devices.choice import Devices
 from penstock.devices.kinds import accelerator
 from penstock.errors import InputError, PenstockError
-from penstock.generation.generate import Generator, Group, Job
+from penstock.generation.generate import Generator, Job
+from penstock.generation.groups import Group
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.serving.app import Endpoints
+from penstock.serving.completions import ONE_BEAM
 from penstock.serving.counting import Counts
 from penstock.serving.engine import Engine, Work
 from penstock.serving.predictor import Predictor
@@ -258,6 +260,7 @@ def _warm(work: Generator, served: Served) -> None:
             "min_new_tokens": _WARM_TOKENS,
             "max_new_tokens": _WARM_TOKENS,
             "pad_token_id": 0 if padding is None else padding,
+            **ONE_BEAM,
         }
         jobs.append(Job(Group(range(1), (ids,), arguments), seed=0, streams=True))
         work.add(jobs[-1])

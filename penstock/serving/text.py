@@ -100,3 +100,27 @@ class Text:
             return text
         self.stopped = True
         return text[: min(found)]
+
+
+class Stopping:
+    """Ends the generation of one sequence once its new text has a stop sequence.
+
+    It is a stopping criterion of transformers. That of its own looks at the prompt as well.
+
+    Args:
+        tokenizer, stop: as of `Text`.
+        length: tokens of the prompt.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], length: int) -> None:
+        self._given = tokenizer, (), stop
+        self._length = length
+        self._text = Text(*self._given)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """For each of the rows of tokens, of which there is one, whether it has ended."""
+        new = input_ids[0, self._length :].tolist()
+        if len(new) < self._text.tokens:  # it has begun again
+            self._text = Text(*self._given)
+        self._text.add(new[self._text.tokens :])
+        return input_ids.new_full((len(input_ids),), self._text.stopped).bool()

@@ -193,7 +193,7 @@ class _Cells:
     """Where the leaves of a result are. (No closures: a cycle would keep states for a while.)"""
 
     def __init__(self, trace: Trace) -> None:
-        self._outputs = trace.outputs
+        self._outputs, self._handed_back = trace.outputs, trace.handed_back
         self._number = count()
         self.cells: list[tuple[Any, Any, int]] = []
         self.outer: list[Any] = []
@@ -204,6 +204,8 @@ class _Cells:
             self.outer.append(next(self._number))
             return None
         if structure.is_object:
+            if len(self.outer) not in self._handed_back:  # the forward makes a new one every time
+                raise _CannotBeUsedAgainError
             self._look(value, structure, None, None)
             self.outer.append(_Object(value))
             return None
@@ -230,7 +232,7 @@ class _Object(NamedTuple):
 
 
 class _CannotBeUsedAgainError(Exception):
-    """Something in an object is in a tuple, or cannot be reached."""
+    """An object is new every time, or something in it is in a tuple, or cannot be reached."""
 
 
 def _parts(value: Any, structure: Structure) -> list[Any]:

@@ -26,11 +26,9 @@ class _Held(weakref.ref["Value"]):
 
     __slots__ = ("number", "shape", "stage")
 
-    def __new__(cls, value: Value, gone: deque[_Held], shape: Shape) -> _Held:
-        return super().__new__(cls, value, gone.append)
-
-    def __init__(self, value: Value, gone: deque[_Held], shape: Shape) -> None:
-        self.number, self.stage, self.shape = value.number, value.stage, shape
+    number: int
+    shape: Shape
+    stage: int
 
 
 class Living:
@@ -43,7 +41,9 @@ class Living:
 
     def add(self, value: Value, shape: Shape) -> None:
         """Note a value that a worker keeps as long as somebody has it."""
-        self._held[value.number] = _Held(value, self._gone, shape)
+        held = _Held(value, self._gone.append)
+        held.number, held.stage, held.shape = value.number, value.stage, shape
+        self._held[value.number] = held
 
     def lose(self, numbers: Iterable[int]) -> None:
         """Note values that workers may have and that nobody will ever have."""
@@ -95,6 +95,10 @@ class Value:
         self.made = made
         self.living = living
         living.add(self, shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Value:
+        """Itself: workers do not change a value that they keep."""
+        return self
 
 
 class Seen(NamedTuple):

@@ -13,18 +13,18 @@ from weakref import WeakSet
 import torch
 
 from penstock.account.record import CALL
-from penstock.capture import Attribute, Program, Ref, Sizes, Trace
+from penstock.capture import Program, Ref, Sizes, Trace
 from penstock.capture.attributes import find
-from penstock.capture.calls import INPUTS, Size, TensorInfo
+from penstock.capture.calls import INPUTS, TensorInfo
 from penstock.capture.cuts import Apart
 from penstock.capture.dims import BatchDim, Dynamic
-from penstock.capture.numbers import Number
 from penstock.capture.signatures import Inputs
 from penstock.capture.states import states_in
 from penstock.capture.trees import (
     flatten_result,
     is_plain_object,
     unflatten,
+    unopened,
 )
 from penstock.engine.batch import Batch
 from penstock.engine.hooks import Opened
@@ -60,7 +60,7 @@ class Pass:
             result counts, while the workers are at it.
         count: of all passes, with this one.
         lengths_in: as of `Sessions.start`.
-        times_told: how often the workers had been told of changes of the model when it began.
+        times_sent: how often the workers had been told of changes of the model when it began.
     """
 
     session: Session
@@ -77,7 +77,7 @@ class Pass:
     assumed: bool = False
     count: int = 0
     lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None = None
-    times_told: int = 0
+    times_sent: int = 0
 
 
 class Sessions:
@@ -110,6 +110,11 @@ class Sessions:
     def width(self) -> int:
         """How many passes of different sessions keep all stages of all replicas busy."""
         return self._runner.plan.replicas * len(self._runner.plan.stages)
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Those of all workers, as far as they are this process's."""
+        return self._runner.workers.devices
 
     @property
     def most(self) -> int:
@@ -210,8 +215,8 @@ class Sessions:
                 )
                 since = self._since(way, order.number) if weights_stay else -1
                 self._weights_since = since if weights_stay else None
-                order = replace(order, weights_since=since)
-                order = self.together.tell_start(order, routed, states)
+                order = order.changed(weights_since=since)
+                order = self.together.broadcast_start(order, routed, states)
                 self._passes += 1
                 started = runner.start(order)
             except BaseException:
@@ -221,7 +226,7 @@ class Sessions:
             return Pass(
                 *(session, started, way, leaves, sizes, states, args, kwargs, number, training),
                 *(familiar is not None, assumed, self._passes, lengths_in),
-                runner.workers.times_told,
+                runner.workers.times_sent,
             )
 
     def _since(self, way: Way, number: int) -> int:
@@ -270,14 +275,14 @@ class Sessions:
         The model is looked at once for all passes that were started before.
         """
         trace, program = done.way.trace, self._program
-        if self._runner.workers.times_told != done.times_told:
+        if self._runner.workers.times_sent != done.times_sent:
             return False  # they have heard since of a change that this pass did not know of
         which = done.training, done.number
         if self._looked.get(which, 0) >= done.count:
             return True
         self._opened_modules.check()
         is_same = program.model.training == done.training and program.recordings.holds(trace)
-        if is_same and self._runner.workers.is_as_told():
+        if is_same and self._runner.workers.is_as_sent():
             self._looked[which] = self._passes
             return True
         return False
@@ -393,17 +398,19 @@ class Sessions:
         if done.assumed:
             done = self._confirmed(done)
         try:
-            told = self.together.telling(Finish(done.started.order.number))
-            with self._runner.steps.failing(), told:
+            sent = self.together.broadcasting(Finish(done.started.order.number))
+            with self._runner.steps.failing(), sent:
                 outcome = self._runner.finish(done.started)
+            done.way = self._runner.ways(done.training)[done.number]  # others may have taken over
+            leaves = self._leaves_of(done, outcome)
         except BaseException:
             self._lose(done.states, done.way)
             raise
         trace, session = done.way.trace, done.session
-        leaves = self._leaves_of(done, outcome)
         if done.familiar and session.result is not None:
             return session.result.put(leaves)
-        result = _into_given(unflatten(trace.output_structure, leaves), (done.args, done.kwargs))
+        made, given = unflatten(trace.output_structure, leaves), (done.args, done.kwargs)
+        result = _into_given(made, given, trace.handed_back)
         session.result = FamiliarResult.of(result, trace)
         session.familiar = None
         if session.result is not None:
@@ -414,29 +421,28 @@ class Sessions:
 
     def _leaves_of(self, done: Pass, outcome: Outcome) -> list[Any]:
         """The leaves of the model's result, of which states are `Resident`s."""
-        way, trace, session = done.way, done.way.trace, done.session
-        values = dict(zip(way.outputs, outcome.parts[0], strict=True))
-        homes = [self._runner.workers.devices[k] for k in self._runner.plan.placement]
-        leaves: list[Any] = []
-        for k, leaf in enumerate(trace.outputs):
-            if k in way.kept:
-                number, stage = done.states.first + k, way.kept[k]
-                shape, made = outcome.kept[number], trace.info(leaf).shape
-                value = Value(number, stage, session.replica, shape, made, self._living)
-                leaves.append(Resident(shape, homes[stage], Seen(value)))
-            elif k in way.apart.outputs:
-                leaves.append(done.leaves[leaf.leaf])
-            elif isinstance(leaf, (Ref, Attribute)):
-                leaves.append(values[leaf])
-            else:
-                known = isinstance(leaf, (Size, Number))
-                leaves.append(leaf.at(done.sizes) if known else leaf)
+        origins, shapes, (values,) = done.way.origins, outcome.kept, outcome.parts
+        first, replica, living = done.states.first, done.session.replica, self._living
+        homes = self._runner.homes
+        leaves = list(origins.leaves)
+        for k, stage, made in origins.kept:
+            shape = shapes[first + k]
+            value = Value(first + k, stage, replica, shape, made, living)
+            leaves[k] = Resident(shape, homes[stage], Seen(value))
+        for k, leaf in origins.passed:
+            leaves[k] = done.leaves[leaf]
+        for k, number in origins.brought:
+            leaves[k] = values[number]
+        for k, size in origins.sized:
+            leaves[k] = size.at(done.sizes)
         return leaves
 
     def call(self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, on all processes that run the script; all get the result."""
         if self.together.follows:
             return self._followed(session, args, kwargs)
+        if self.together.is_alone:
+            return self.finish(self.start(session, args, kwargs))
         with self.together.leading(_CALL):
             return self.finish(self.start(session, args, kwargs))
 
@@ -463,7 +469,7 @@ class Sessions:
             *(args, kwargs, start.batch.ways[0], start.training),
         )
         result = unflatten(way.trace.output_structure, self._leaves_of(done, outcome))
-        return _into_given(result, (args, kwargs))
+        return _into_given(result, (tuple(args), dict(kwargs)), way.trace.handed_back)
 
     def fetch(self, leaves: Sequence[Any]) -> list[Any]:
         """The same, copies of residents with their elements."""
@@ -471,7 +477,7 @@ class Sessions:
         if not residents:
             return list(leaves)
         numbers = [r.seen.value.number for r in residents]
-        with self.together.telling(Fetch(numbers)):
+        with self.together.broadcasting(Fetch(numbers)):
             found = self._runner.workers.fetch_states(numbers)
         result = []
         for leaf in leaves:
@@ -493,12 +499,12 @@ class Sessions:
         if gone or self._weights_since is not None:
             self._weights_since = None
             # who is gone has let go of everything
-            with suppress(ClosedError, WorkerError), self.together.telling(Drop(gone)):
+            with suppress(ClosedError, WorkerError), self.together.broadcasting(Drop(gone)):
                 self._runner.surviving(lambda: self._runner.workers.drop_states(gone))
 
     def refresh(self) -> None:
         """Have present weights in the model of this process, which runs parts of it itself."""
-        self._runner.workers.refresh(self._program.model)
+        self._runner.surviving(lambda: self._runner.workers.refresh(self._program.model))
 
     def held(self) -> Mapping[int, int]:
         """The bytes of the states that the script has, by stage."""
@@ -556,15 +562,19 @@ class Session:
         return unflatten(structure, self._sessions.fetch(leaves))
 
 
-def _into_given(result: Any, given: tuple[Any, ...]) -> Any:
-    """The result, in which the objects that were given stand for what was made of them."""
-    leaves, _ = flatten_result(given, lambda value: False)
-    objects = [leaf for leaf in leaves if is_plain_object(leaf)]
-    mine, of_result = flatten_result(result, lambda value: False)
-    for k, leaf in enumerate(mine):
-        same = [each for each in objects if type(each) is type(leaf)]
-        if is_plain_object(leaf) and len(same) == 1:
-            vars(same[0]).clear()
-            vars(same[0]).update(vars(leaf))
-            mine[k] = same[0]
+def _into_given(result: Any, given: tuple[Any, ...], handed_back: Mapping[int, int]) -> Any:
+    """The result, in which objects that were given stand for what was made of them.
+
+    Args:
+        result: with objects of its own.
+        given: the arguments.
+        handed_back: which of the result's objects the forward was given, see `Trace`.
+    """
+    if not handed_back:
+        return result
+    theirs, (mine, of_result) = unopened(given)[0], unopened(result)
+    for k, leaf in handed_back.items():
+        vars(theirs[leaf]).clear()
+        vars(theirs[leaf]).update(vars(mine[k]))
+        mine[k] = theirs[leaf]
     return unflatten(of_result, mine)

@@ -160,7 +160,7 @@ class Together:
                     except StopIteration as end:
                         result = end.value
                         break
-                    with self.telling(Say(said)):
+                    with self.broadcasting(Say(said)):
                         pass
                     seen = self._runner.workers.operations
                     try:
@@ -172,7 +172,7 @@ class Together:
                         raise
             finally:
                 work.close()  # of which the others hear
-            with self.telling(Over(result)):
+            with self.broadcasting(Over(result)):
                 pass
             return result
 
@@ -195,7 +195,7 @@ class Together:
         """
         with self._leading(what, to_all=True):
             yield
-            with self.telling(Over()):
+            with self.broadcasting(Over()):
                 pass
 
     def preparing(self, what: str) -> AbstractContextManager[None]:
@@ -224,7 +224,7 @@ class Together:
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the others that it is over, and why; who cannot hear it has an error already."""
-        with suppress(Exception), self.telling(Over()):
+        with suppress(Exception), self.broadcasting(Over()):
             if not isinstance(error, GeneratorExit):
                 raise error
 
@@ -233,12 +233,12 @@ class Together:
         """Whether others do not follow any more in the call that this process leads."""
         return bool(self._what) and self._failure is not None
 
-    def telling(self, step: Step) -> AbstractContextManager[None]:
+    def broadcasting(self, step: Step) -> AbstractContextManager[None]:
         """While open, the others do their part of this step; nothing if none are led."""
-        return self._telling(step) if self._what else nullcontext()
+        return self._broadcasting(step) if self._what else nullcontext()
 
     @contextmanager
-    def _telling(self, step: Step) -> Iterator[None]:
+    def _broadcasting(self, step: Step) -> Iterator[None]:
         if self._failure is not None:
             raise self._failure
         workers = self._runner.workers
@@ -267,7 +267,7 @@ class Together:
         if self._what and news:
             self._news[training].update(news)
 
-    def tell_start(self, order: Order, batch: Batch, states: States) -> Order:
+    def broadcast_start(self, order: Order, batch: Batch, states: States) -> Order:
         """Let the others know of a pass before it is started.
 
         Args:
@@ -296,9 +296,9 @@ class Together:
             len(batch.parts[0]),
             order.weights_since,
         )
-        with self.telling(start):
+        with self.broadcasting(start):
             pass
-        return replace(order, to_all=self._to_all)
+        return order.changed(to_all=self._to_all)
 
     # -- in the others --------------------------------------------------------------------
 

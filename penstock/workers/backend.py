@@ -129,7 +129,7 @@ class Backend(ABC):
         return
 
     @abstractmethod
-    def agree(self, program: Program, plan: Plan | None) -> Plan:
+    def broadcast_plan(self, program: Program, plan: Plan | None) -> Plan:
         """The plan of all workers, from the process that leads; it ends the operation.
 
         Args:
@@ -225,7 +225,7 @@ class DrivenBackend(Backend):
         elif not is_given and len(plan.devices) < len(self._devices):
             self._have(existing_devices(plan.devices), self.threads)
 
-    def agree(self, program: Program, plan: Plan | None) -> Plan:
+    def broadcast_plan(self, program: Program, plan: Plan | None) -> Plan:
         """The plan as it is, after a check that it fits: one process decides for all workers."""
         if plan is None:
             raise PlanError("this process drives all workers, so it has to plan for them")
@@ -274,7 +274,7 @@ class Workers(ABC):
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in this process, if they are its own.
         assumes: whether they can begin a pass before it is known that the model is as it was.
-        times_told: how often they were told of changes of the model.
+        times_sent: how often they were told of changes of the model.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
         why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
@@ -283,7 +283,7 @@ class Workers(ABC):
     role: Role = Role()
     has_gradients: bool = True
     assumes: bool = False
-    times_told: int = 0
+    times_sent: int = 0
     job: str = ""
     why_not_profiled: str = ""
     _stops = False
@@ -411,7 +411,7 @@ class Workers(ABC):
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch; may be called from any thread."""
 
-    def is_as_told(self) -> bool:
+    def is_as_sent(self) -> bool:
         """Whether the workers know the model as it is now: whether passes that assume it are right.
 
         Raises:

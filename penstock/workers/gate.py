@@ -30,14 +30,15 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._inside = 0
         self._is_alone = False
         self._scripts = threading.RLock()  # of several threads of the script one is alone
         self._depth = 0
 
     def __enter__(self) -> None:
-        with self._changed:
+        with self._lock:
             while self._is_alone:
                 self._changed.wait()
             self._inside += 1
@@ -48,7 +49,7 @@ class Gate:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._changed:
+        with self._lock:
             self._inside -= 1
             if not self._inside:
                 self._changed.notify_all()

@@ -71,6 +71,9 @@ def _place_stages(
     if devices[0] is not None:
         rest = [name for name, _ in named_tensors(model) if None not in devices or name not in seen]
         _materialise(model, rest, devices[0], weights)
+        for name in rest:
+            if name not in seen:  # by no stage; optimizers have those that the first worker has
+                _move(model, name, devices[0])
 
 
 def _materialise(

@@ -197,7 +197,7 @@ def adding_here(
         for run in backwards:
             run()
         turns.done(0)
-        total.settle()
+        total.add_pending()
         return (now(device) - start) / (len(numbers) * _PARAMETERS)
 
     added = parameters()

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.capture import Attribute, Join, Program, Ref, Sizes, Trace, Value
 from penstock.capture.attributes import find, named_tensors
+from penstock.capture.calls import Size
 from penstock.capture.cuts import NOTHING, Apart
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
-from penstock.capture.numbers import PASSED
+from penstock.capture.numbers import PASSED, Number
 from penstock.capture.preserve import own_generators
+from penstock.devices.kinds import kind_of
 from penstock.engine.batchnorm import check_closed, running_statistics
 from penstock.engine.compiled import Compile
 from penstock.engine.ends import Ending
 from penstock.engine.microbatch import check_mergeable
+from penstock.engine.recordable import why_not
 from penstock.engine.span import MicroBatch, Span
 from penstock.errors import InputError
 from penstock.links.once import Crossing
@@ -60,6 +64,24 @@ class NewWay:
     crossing: Mapping[int, Crossing] = field(default_factory=dict)
 
 
+class Origins(NamedTuple):
+    """Where the leaves of a session's result come from; each by its number.
+
+    Attributes:
+        leaves: those that are the same for every call; something for each of the others.
+        kept: the stage that keeps a value, and how its sizes depend on those of the inputs.
+        passed: which input a leaf is.
+        brought: which of the last stage's values a leaf is.
+        sized: what a leaf is computed with from the sizes.
+    """
+
+    leaves: list[Any]
+    kept: list[tuple[int, int, Any]]
+    passed: list[tuple[int, int]]
+    brought: list[tuple[int, int]]
+    sized: list[tuple[int, Size | Number]]
+
+
 @dataclass(frozen=True)
 class Way:
     """One way through the model.
@@ -81,6 +103,21 @@ class Way:
     taken: Mapping[int, int] = field(default_factory=dict)
     kept: Mapping[int, int] = field(default_factory=dict)
     crossing: frozenset[str] = frozenset()
+
+    @cached_property
+    def origins(self) -> Origins:
+        """Where the leaves of the result come from, in a session."""
+        found = Origins(list(self.trace.outputs), [], [], [], [])
+        for k, leaf in enumerate(self.trace.outputs):
+            if k in self.kept:
+                found.kept.append((k, self.kept[k], self.trace.info(leaf).shape))
+            elif k in self.apart.outputs:
+                found.passed.append((k, leaf.leaf))
+            elif isinstance(leaf, (Ref, Attribute)):
+                found.brought.append((k, self.outputs.index(leaf)))
+            elif isinstance(leaf, (Size, Number)):
+                found.sized.append((k, leaf))
+        return found
 
     @property
     def joins(self) -> list[Join]:
@@ -127,6 +164,10 @@ class Ways:
         deferred: whether BatchNorms are moved once per batch.
         before: those of other workers, if there were some: ways keep their numbers.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
+        graphs: whether stages are run as graphs where they can.
+
+    Attributes:
+        not_recorded: why stages are not, for the last way, by number; none without `graphs`.
     """
 
     def __init__(
@@ -139,6 +180,7 @@ class Ways:
         deferred: bool = False,
         before: Ways | None = None,
         compile: Compile | None = None,
+        graphs: bool = False,
     ) -> None:
         self.training = training
         self._program = program
@@ -147,11 +189,13 @@ class Ways:
         self._announce = announce
         self._deferred = deferred
         self._compile = compile
+        self._graphs = graphs
+        self.not_recorded: dict[int, str] = {}
         self._deferrals = [Deferral() for _ in plan.stages]
         self.traces: list[Trace] = [] if before is None else list(before.traces)
         self._apart: list[Apart] = [] if before is None else list(before._apart)
         self._ways: list[Way] = []  # as many of them as the workers know
-        self._agreed = 0
+        self._confirmed = 0
         self._void: set[int] = set() if before is None else set(before._void)
         if before is None:
             self._add(program.trace(training))
@@ -191,13 +235,13 @@ class Ways:
         if number == len(self) and self.taken(leaves, lambda trace: apart) != number:
             self._add_void()
 
-    def agree(self, taken: Iterable[int]) -> None:
+    def confirm(self, taken: Iterable[int]) -> None:
         """A pass that has taken these went well, so all processes have them, and those before."""
-        self._agreed = max(self._agreed, 1 + max(taken))
+        self._confirmed = max(self._confirmed, 1 + max(taken))
 
     def forget_others(self) -> None:
         """Void the ways that were new in a pass that failed: other processes may not have them."""
-        self._void.update(range(self._agreed, len(self)))
+        self._void.update(range(self._confirmed, len(self)))
 
     def _add_void(self) -> None:
         self._void.add(self._add(self._program.trace(self.training)))
@@ -283,15 +327,29 @@ class Ways:
                 self.traces[this], self._apart[this] = self.traces[0], NOTHING
                 self._cut(self.traces[0])
 
+    def _record(self, span: Span, number: int) -> None:
+        """Have a span of this stage run as graphs, or note why not."""
+        home = self._homes[number]
+        why = why_not(span.module, span.recompute, span.memories)
+        if number == 0 and span.overwritten:
+            why = "it changes what it is given in place"
+        if not kind_of(home).can_record:
+            why = f"it is on {home}"
+        if why:
+            self.not_recorded[number] = why
+        else:
+            span.recorded_on = home
+
     def _cut(self, trace: Trace, apart: Apart = NOTHING) -> None:
         """Cut a way into spans, and let the workers know it."""
         plan, program = self._plan, self._program
+        splits = plan.splits_backward and not self._graphs  # what is recorded is one piece
         spans = [(number, *span) for number, s in enumerate(plan.stages) for span in s.spans]
         parts = program.stages_of(
             trace,
             [start for _, start, _, _ in spans[1:]],
             [self._homes[number] for number, *_ in spans],
-            [self._deferrals[number] for number, *_ in spans] if plan.splits_backward else None,
+            [self._deferrals[number] for number, *_ in spans] if splits else None,
             apart,
         )
         changed = {id(find(program.model, n)) for n in (*trace.changed, *program.written)}
@@ -308,6 +366,8 @@ class Ways:
             span = Span(module, recompute, changing, part.overwritten, mine_too)
             span.taken, span.kept = part.taken, part.kept
             span.compile = self._compile
+            if self._graphs:
+                self._record(span, number)
             stages[number].spans.append(span)
         _check_generators(program.model, stages)
         if self._deferred:

@@ -21,6 +21,7 @@ from penstock.bench.contract import (
     in_a_few_words,
     run,
 )
+from penstock.bench.peers.peer import PeerError
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -89,10 +90,10 @@ def test_what_does_not_apply_is_not_counted() -> None:
 
 
 def test_errors_in_a_few_words() -> None:
-    text = "x: 'run' failed\nrank 1 raised:\nTraceback:\nRuntimeError: Connection closed by peer\n"
-    text += "rank 0 of 2 raised:\nTraceback:\nValueError: not this way\n"
-    assert in_a_few_words(RuntimeError(text)) == "ValueError: not this way"
+    error = PeerError("all that was said", "ValueError: not this way")
+    assert in_a_few_words(error) == "ValueError: not this way"
     assert in_a_few_words(KeyError("k")) == "KeyError: 'k'"
+    assert len(in_a_few_words(ValueError("long " * 1000))) < 1000
 
 
 def test_the_page() -> None:

@@ -59,7 +59,7 @@ def test_groups_are_equal() -> None:
     assert [len(group) for group in writing.prompts(8, 2)] == [4, 4]
     with pytest.raises(ValueError, match="8 sequences are not 3 equal groups"):
         writing.prompts(8, 3)
-    assert Settings(9).divisors(12) == [1, 2, 4]
+    assert Settings(9).divisors(12) == [1, 2, 3, 4, 6]
 
 
 def test_the_work_of_passes_is_the_calls_of_their_stages() -> None:

@@ -14,13 +14,24 @@ import pytest
 import torch
 from torch import fx, nn
 
+from penstock.bench import compare
 from penstock.bench.peers.data_parallel import data_parallel, sharded
 from penstock.bench.peers.one_process import one_process
-from penstock.bench.peers.peer import Peer, PeerProcesses, Place
+from penstock.bench.peers.peer import Peer, PeerError, PeerProcesses, Place
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
 from penstock.bench.peers.torch_pipelining import torch_pipelining
 from penstock.bench.peers.workload import Workload
-from penstock.bench.subjects import SCHEDULES, SINGLE, images, quarter_cut, resnet50, tutorial_cut
+from penstock.bench.subjects import (
+    HALVING,
+    LOOPED,
+    SCHEDULES,
+    SINGLE,
+    images,
+    quarter_cut,
+    resnet50,
+    subjects,
+    tutorial_cut,
+)
 
 WORK = Workload(resnet50, partial(images, 4, 64), nn.functional.mse_loss, 2, learning_rate=0.02)
 
@@ -77,9 +88,34 @@ def test_a_failure_in_one_process_reaches_the_owner(
     processes: PeerProcesses, command: str, message: str
 ) -> None:
     pids = processes.pids
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(PeerError, match=message) as caught:
         processes.call(command)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert "\n" not in caught.value.reason
+    assert caught.value.reason in str(caught.value)
+
+
+def test_of_several_failures_the_reason_is_what_the_one_at_fault_raised() -> None:
+    processes = PeerProcesses("meeting", [Meeting, Meeting], timeout=60)
+    with pytest.raises(PeerError, match=r"(?s)rank 1 of 2.*rank 0 of 2") as caught:
+        processes.call("meet")
+    assert caught.value.reason == "ZeroDivisionError: the cause, in two lines"
+
+
+class Meeting:
+    """A rank of gloo that waits for another, which does not come."""
+
+    def __init__(self, place: Place) -> None:
+        self._rank = place.rank
+        place.join_gloo()
+
+    def meet(self) -> None:
+        if self._rank == 1:
+            raise ZeroDivisionError("the cause,\nin two lines")
+        torch.distributed.barrier()
+
+    def close(self) -> None:
+        pass
 
 
 def rows(count: int, image: int, microbatches: int = 2) -> Workload:
@@ -181,3 +217,27 @@ def test_stages_that_are_handed_over_are_copied(expected: list[float]) -> None:
     for stage, state in zip(stages, before, strict=True):
         assert all(torch.equal(value, state[name]) for name, value in stage.state_dict().items())
         assert not any(parameter.is_shared() for parameter in stage.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", LOOPED)
+def test_torch_runs_what_penstock_cuts(schedule: str) -> None:
+    """Also where a stage gives what is not contiguous, was saved, or was given to it."""
+    subject = subjects(quick=True)["gpt"]
+    program = compare.captured(subject)
+    # Before and after the first attention, whose inputs are transposed, and within the first MLP.
+    before = [call.target for call in program.train.calls].index(
+        nn.functional.scaled_dot_product_attention
+    )
+    stages = program.stages((before, before + 1, before + 8), training=True)
+    cut = [compare.Cut(stage.module, 2, schedule in HALVING) for stage in stages]
+    peer = torch_pipelining(subject.workload(4), cut, schedule).start()
+    whole = one_process(subject.workload(4)).start()
+    try:
+        for _ in range(2):
+            peer.step()
+            whole.step()
+            assert peer.loss == pytest.approx(whole.loss, rel=1e-5)
+    finally:
+        peer.close()
+        whole.close()

@@ -32,10 +32,32 @@ COMPARED = {
             **ORIGIN,
             "model": "ResNet-50",
             "rows": [
-                {"name": "Penstock, threads", "median": 1.2, "slower": 1.0, "plan": "2 replicas"},
-                {"name": "Penstock, threads, stages", "median": 1.3, "slower": 1.08, "plan": "p"},
-                {"name": "torch pipelining, cut by hand: 1F1B, m=4", "median": 1.5, "slower": 1.25},
-                {"name": "FSDP2: m=2, whole", "median": 1.4, "slower": 1.17},
+                {
+                    "name": "Penstock, threads",
+                    "median": 1.2,
+                    "slower": 1.0,
+                    "slower_spread": 0.0,
+                    "plan": "2 replicas",
+                },
+                {
+                    "name": "Penstock, threads, stages",
+                    "median": 1.3,
+                    "slower": 1.08,
+                    "slower_spread": 0.02,
+                    "plan": "p",
+                },
+                {
+                    "name": "torch pipelining, cut by hand: 1F1B, m=4",
+                    "median": 1.5,
+                    "slower": 1.25,
+                    "slower_spread": 0.3,
+                },
+                {
+                    "name": "FSDP2: m=2, whole",
+                    "median": 1.4,
+                    "slower": 1.17,
+                    "slower_spread": 0.001,
+                },
             ],
         }
     ],
@@ -59,7 +81,10 @@ def test_a_page_is_filled(tmp_path: Path) -> None:
     (tmp_path / "compare.json").write_text(json.dumps(COMPARED))
     found = tables.filled(page, tmp_path)
     assert "old" not in found
-    assert "| ResNet-50 | 1.2 s | not run | 1.08x | not run | 1.25x | not run | 1.17x | n" in found
+    assert (
+        "| ResNet-50 | 1.2 s | not run | 1.08x ± 0.02 | not run | 1.25x ± 0.30 | not run | 1.17x"
+        in found
+    )
     assert "- ResNet-50: Penstock, threads: 2 replicas" in found
     assert "commit 0123456789ab" in found
     assert found.startswith("before\n")
@@ -211,7 +236,9 @@ def test_scouting_tries_the_fastest_again_and_names_what_does_not_run() -> None:
     }
     ticks: list[str] = []
     found = scout(makes, 3, ticks.append)
-    assert found["m=2, no"] == "does not run: a batch of 8 is not 16 equal micro-batches"
+    assert (
+        found["m=2, no"] == "does not run: ValueError: a batch of 8 is not 16 equal micro-batches"
+    )
     assert found["m=2"] == [3.0, 4.0, 5.0]
     assert ticks == ["m=2, slow", "m=2, no", "m=2", "m=2", "m=2, slow"]
     assert len(ticks) <= tries(makes)

@@ -143,9 +143,9 @@ def test_waiting_for_a_turn_is_no_work() -> None:
     with ps.Pipeline(model, (x,), devices=["cpu", "cpu"], workers="threads", **options) as pipe:
         pipe.train_step(x, target=x, loss_fn=loss)
         slow, fast = pipe.status().workers
-    assert slow.worked_seconds > 0.3
-    assert fast.waited_seconds > 0.1
-    assert fast.worked_seconds < 0.2
+    assert slow.worked_seconds > 0.3  # as long as it sleeps
+    assert fast.worked_seconds < slow.worked_seconds
+    assert fast.waited_seconds > slow.waited_seconds
 
 
 def test_memory_of_a_device_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -481,6 +481,30 @@ def test_adapters_that_are_switched_off_around_a_call(workers: str) -> None:
             assert torch.equal(pipe(X), torch.cat([model(part) for part in parts()]))
 
 
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_adapters_of_peft_that_are_switched_off_around_a_call(workers: str) -> None:
+    """The reference pass of DPO and KL penalties."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    x = torch.randn(8, 6)
+    with torch.no_grad():
+        on = torch.cat([model(part) for part in x.tensor_split(4)])
+        with model.disable_adapter():
+            off = torch.cat([model(part) for part in x.tensor_split(4)])
+    assert not torch.equal(on, off)
+    plan = uniform_plan(ps.capture(model, (x,)), 2, 4)
+    with ps.Pipeline(model, (x,), plan=plan, workers=workers, progress=None) as pipe:
+        pipe.train_step(x, loss_fn=lambda out: out.square().mean())
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(pipe(x), on)
+                with model.disable_adapter():
+                    assert torch.equal(pipe(x), off)
+
+
 def test_what_an_input_requires_is_read() -> None:
     model = Model(lambda b, h: h)
     inner = model.forward

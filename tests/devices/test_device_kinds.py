@@ -15,6 +15,7 @@ from penstock.devices.memory import in_use
 from penstock.devices.streams import Copies, on
 from penstock.links.local import LocalLink
 from penstock.profile.halving import halving_seconds
+from tests.support.models import uniform_plan
 from tests.support.simulated.machine import Kernel, Machine, Wait
 from tests.support.simulated.module import install, simulated
 
@@ -116,11 +117,11 @@ def test_links_let_their_senders_wait_for_copies_at_the_end_of_a_pass() -> None:
         link.send(0, (values,))
         link.send_gradients(0, [gradients])
         assert waits(machine, ONE) == waits(machine, TWO) == []
-        link.settle(results=True)
-        link.settle(results=True)  # nothing was sent since
+        link.wait_for_copies(results=True)
+        link.wait_for_copies(results=True)  # nothing was sent since
         assert len(waits(machine, ONE)) == 1
         assert waits(machine, TWO) == []
-        link.settle(results=False)
+        link.wait_for_copies(results=False)
         assert len(waits(machine, TWO)) == 1
 
 
@@ -128,3 +129,34 @@ def test_measuring_happens_on_the_device() -> None:
     """A backward in a thread whose current device is another one is an error there."""
     with simulated(Machine(2, is_late=False)), ThreadPoolExecutor(1) as threads:
         assert threads.submit(halving_seconds, TWO).result() >= 0
+
+
+def test_processes_cannot_share_the_memory_of_every_kind() -> None:
+    with (
+        simulated(Machine(2)),
+        pytest.raises(ps.InputError, match=r"CUDA devices, not on sim:0, whose memory"),
+    ):
+        ps.Pipeline(
+            torch.nn.Linear(2, 2), (torch.ones(2, 2),), devices=[ONE, TWO], workers="processes"
+        )
+
+
+def test_what_no_stage_uses_goes_to_the_first_device() -> None:
+    """There the first worker's part of an optimizer expects it, and so does a process."""
+
+    class Unused(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            self.mask = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x))
+
+    with simulated(Machine(2)):
+        model, x = Unused().to(TWO), torch.ones(2, 2, device=TWO)
+        program = ps.capture(model, (x,))
+        plan = uniform_plan(program, 2, 1)
+        with ps.Pipeline(model, (x,), devices=[ONE, TWO], plan=plan, program=program):
+            assert model.mask.device == ONE
+            assert model.two.weight.device == TWO

@@ -33,11 +33,11 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         with simulated(Machine(count, seed=1)):
             yield kind, count
         return
-    if torch.cuda.device_count() < count:
+    if kind == "cuda" and torch.cuda.device_count() < count:
         pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(kind == "cuda")
     yield kind, count
     torch.use_deterministic_algorithms(False)
 
@@ -62,6 +62,24 @@ def test_bits_are_those_of_one_device(name: str, devices: tuple[str, int]) -> No
         assert differences(run(case, nullcontext()), computed(case, case.devices[0])) == []
 
 
+def _cases_of_processes() -> Iterator[Any]:
+    for kind, counts in (("cuda", (1, 2)), ("cpu", (1,))):
+        for name in _NAMES if kind == "cuda" else _NAMES[:1]:
+            for count in counts if CASES[name].replicas == 1 else ():
+                marks = pytest.mark.cuda if kind == "cuda" else pytest.mark.slow
+                title = f"{name}, {count} GPUs" if kind == "cuda" else f"{name}, CPUs"
+                yield pytest.param(name, (kind, count), marks=marks, id=title)
+
+
+@pytest.mark.parametrize(("name", "devices"), list(_cases_of_processes()), indirect=["devices"])
+def test_processes_have_the_bits_of_one_device(name: str, devices: tuple[str, int]) -> None:
+    """They have the model's memory on GPUs, where its gradients are put as well."""
+    case = CASES[name].on(*devices)
+    with one_core():
+        found = run(case, nullcontext(), "processes")
+        assert differences(found, computed(case, case.devices[0])) == []
+
+
 @pytest.mark.parametrize(
     "devices", [pytest.param(("cpu", 1), marks=pytest.mark.slow), *_gpus(1, 2)]
 )
@@ -71,10 +89,11 @@ def test_ranks_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
     if kind == "cuda" and torch.cuda.device_count() < count:
         pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
     names = ["cpu", "cpu"] if kind == "cpu" else [f"cuda:{rank % count}" for rank in range(2)]
+    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.run(
         [*command, "--nproc-per-node", "2", str(on_ranks.__file__), *names],
-        env={**os.environ, "PYTHONPATH": os.getcwd(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        env={**os.environ, "PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         capture_output=True,
         text=True,
         timeout=100,

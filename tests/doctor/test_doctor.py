@@ -19,7 +19,7 @@ import penstock
 from penstock.cli import main
 from penstock.doctor import Finding, devices, packages, system
 from penstock.doctor.findings import made, size
-from penstock.doctor.looking import asked
+from penstock.doctor.looking import findings_of
 from penstock.doctor.trial import trial
 from penstock.errors import PenstockError
 from penstock.workers.ranks.rendezvous import _LAUNCHERS
@@ -295,7 +295,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 def test_workers_start_and_are_exact() -> None:
     (one,) = trial("threads")
     assert one.state == "ok", one.found
-    (other,) = asked("workers", ["penstock.doctor.trial", "processes"], 100)
+    (other,) = findings_of("workers", ["penstock.doctor.trial", "processes"], 100)
     assert other.state == "ok", other.found
 
 
@@ -325,7 +325,7 @@ def test_what_hangs_is_ended_with_all_that_it_has_started(
         "time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (one,) = asked("torch", ["hangs"], 2)
+    (one,) = findings_of("torch", ["hangs"], 2)
     assert one.state == "problem"
     assert "no answer within 2 s" in one.found
     pid = int((tmp_path / "pid").read_text())
@@ -345,7 +345,7 @@ def is_running(pid: int) -> bool:
 def test_what_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit('libcudart.so: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (one,) = asked("torch", ["fails"], 30)
+    (one,) = findings_of("torch", ["fails"], 30)
     assert one.state == "problem"
     assert "cannot open" in one.found
 

@@ -44,6 +44,8 @@ KINDS = {
     "state space or recurrent": STATES,
     "encoder and decoder": ENCODERS,
 }
+EVERYWHERE = (*CAUSAL[:12], *EXPERTS[:4], *WINDOWS[:4], *STATES[:4], *ENCODERS[:6])
+"""Those that are generated with in worker processes and under torchrun, too."""
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 10},
     "sampled": {"max_new_tokens": 8, "do_sample": True},
@@ -74,11 +76,18 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def check(name: str, workers: Any, stages: int) -> dict[str, str]:
-    """For each mode `"exact"`, what is wrong, or why there is nothing to compare."""
+def check(name: str, workers: Any, stages: int, device: str = "cpu") -> dict[str, str]:
+    """For each mode `"exact"`, what is wrong, or why there is nothing to compare.
+
+    Args:
+        name: the class, of transformers.
+        workers: of the pipeline.
+        stages: how many.
+        device: that of the model and of every worker.
+    """
     warnings.simplefilter("ignore")
-    model = built(name)
-    batch = inputs(model)
+    model = built(name).to(device)
+    batch = {n: v.to(device) for n, v in inputs(model).items()}
     example = dict(batch)
     if model.config.is_encoder_decoder:
         example["decoder_input_ids"] = batch["input_ids"][:, :4]
@@ -94,7 +103,7 @@ def check(name: str, workers: Any, stages: int) -> dict[str, str]:
         pipe = ps.Pipeline(
             model,
             kwargs=example,
-            devices=None if workers == "torchrun" else ["cpu"] * stages,
+            devices=None if workers == "torchrun" else [device] * stages,
             workers=workers,
             num_microbatches=2,
             schedule="1f1b",

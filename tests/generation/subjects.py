@@ -86,11 +86,12 @@ class Plain(nn.Module):
 def pipeline(model: Any, kind: Any = "threads", stages: int = 2, **options: Any) -> ps.Pipeline:
     """The model in so many stages of about as many calls, one thread a worker."""
     replicas = options.pop("replicas", 1)
-    example: dict[str, Any] = {"input_ids": tokens()}
+    device = next(model.parameters()).device
+    example: dict[str, Any] = {"input_ids": tokens().to(device)}
     if getattr(model, "config", None) is None:
-        example = {"ids": tokens()}
+        example = {"ids": tokens().to(device)}
     elif model.config.is_encoder_decoder:
-        example["decoder_input_ids"] = tokens(length=3)
+        example["decoder_input_ids"] = tokens(length=3).to(device)
     program = ps.capture(model, kwargs=example)
     plan = replicated(uniform_plan(program, stages, 2), replicas)
     options = {"threads_per_worker": 1, "audit": None, **options}

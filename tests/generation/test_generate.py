@@ -247,8 +247,8 @@ def test_hidden_states() -> None:
         "output_hidden_states": True,
     }
     wanted = expected(model, [ids[:2], ids[2:]], **options)
+    model = gpt2()
     with pipeline(model) as pipe:
-        model(ids, output_hidden_states=True)
         found = pipe.generate(ids, **options)
         pipe.train_step(input_ids=ids, target=ids, loss_fn=language_loss)
     for step, both in enumerate(zip(*(each.hidden_states for each in wanted), strict=True)):  # type: ignore[attr-defined]

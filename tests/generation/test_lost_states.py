@@ -8,7 +8,8 @@ import signal
 import pytest
 import torch
 
-from penstock.generation.generate import Generator, Group, Job
+from penstock.generation.generate import Generator, Job
+from penstock.generation.groups import Group
 from tests.generation.subjects import expected, gpt2, pipeline, tokens
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -289,3 +290,42 @@ def test_what_is_private_to_torch_is_named_in_one_module() -> None:
             assert not found, f"{path}: {found}"
     own = ROOT / "torch_internals.py"
     assert {"torch._C.DisableTorchFunction"} < set(private_uses(parsed(own)))
+
+
+GONE = frozenset(
+    "told tell tells telling agreed everyones parcel hire hired hiring narrow narrowed nap naps "
+    "meeting joining site".split()
+)
+"""Words that were private to this project; the field has others for what they said."""
+
+
+def words_of_names(path: Path) -> Iterator[tuple[str, str]]:
+    """What a file names: itself, functions, classes and attributes; and each word of that."""
+    names = [path.stem]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.append(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.append(node.target.id)
+    for name in names:
+        for word in re.findall("[a-z]+", re.sub("([A-Z])", r"_\1", name).lower()):
+            yield name, word
+
+
+def test_names_are_of_words_that_the_field_knows() -> None:
+    found = [
+        (path.name, name)
+        for path in ROOT.rglob("*.py")
+        for name, word in words_of_names(path)
+        if word in GONE
+    ]
+    assert found == []
+
+
+def test_private_words_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "one.py"
+    path.write_text("class Parcel:\n    tells: bool\n    def telling(self):\n        self.x = 1\n")
+    found = {name for name, word in words_of_names(path) if word in GONE}
+    assert found == {"Parcel", "telling", "tells"}

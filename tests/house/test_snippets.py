@@ -21,7 +21,7 @@ WITH_CODE = [
     if page.name not in RUN_ELSEWHERE
     and any(block.language in ("python", "diff") for block in blocks(page))
 ]
-NOT_RUN = 9  # at most; those that need a cluster, or packages that the tests do not have, and
+NOT_RUN = 10  # at most; those that need a cluster, or packages that the tests do not have, and
 # parts of scripts that other tests run
 
 

@@ -166,7 +166,7 @@ MUTATIONS: dict[str, Mutation] = {
         _REPLICAS,
     ),
     "weights are written before replicas have them": _twins(
-        ("        self._there.settle()\n", "        pass\n"), cases=_REPLICAS
+        ("        self._there.wait_for_copies()\n", "        pass\n"), cases=_REPLICAS
     ),
     "no wait for gradients of replicas": _twins(
         ("        self._back.wait(sent.gradients, sent.arrival)\n", ""), cases=_REPLICAS

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
-from penstock.links.casting import narrowed, widened
+from penstock.links.casting import cast_back, cast_down
 from penstock.profile.data import Link
 from tests.support.models import cases, costs, mlp, uniform_plan
 from tests.support.precision import X, Y
@@ -82,10 +82,10 @@ def test_just_what_crosses_is_rounded(dtype: torch.dtype, schedule: str, cuts: l
 def test_what_is_not_wide_stays() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     values = (x, x.double(), x.half(), torch.arange(3), "text", None, x.detach().t())
-    sent = narrowed(values, torch.bfloat16)
+    sent = cast_down(values, torch.bfloat16)
     assert sent[0].dtype is sent[1].dtype is torch.bfloat16
     assert sent[2] is values[2]
-    back = widened(sent)
+    back = cast_back(sent)
     assert [getattr(v, "dtype", v) for v in back] == [getattr(v, "dtype", v) for v in values]
     assert back[0].requires_grad
     assert not back[6].requires_grad

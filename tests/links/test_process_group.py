@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.links import process_group
-from penstock.links.process_group import Line, Peer
+from penstock.links.process_group import GroupEnd, Peer
 from penstock.links.wire import Gone, Wire
 
 CPU = torch.device("cpu")
@@ -69,8 +69,8 @@ class Ends:
         self.near = self.line(here, Peer(1, "there", "back", CPU))  # type: ignore[arg-type]
         self.far = self.line(there, Peer(0, "back", "there", CPU))  # type: ignore[arg-type]
 
-    def line(self, sock: socket.socket, peer: Peer) -> Line:
-        return Line(Wire(sock), peer, self, CPU, lambda: None, lambda: 5.0)
+    def line(self, sock: socket.socket, peer: Peer) -> GroupEnd:
+        return GroupEnd(Wire(sock), peer, self, CPU, lambda: None, lambda: 5.0)
 
     def across(self, *values: Any) -> tuple[Any, ...]:
         self.near.put(values)

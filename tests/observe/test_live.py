@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.observe import asked
-from penstock.observe.asked import Task, free_path, history_of, record_step, save_timeline
+from penstock.observe import on_demand
 from penstock.observe.live import LiveView
+from penstock.observe.on_demand import Task, free_path, history_of, record_step, save_timeline
 from penstock.observe.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("boards")
@@ -229,7 +229,7 @@ def test_a_pipeline_that_is_closed_has_no_timeline(
     watch = Watch()
     watch.find()
     (first,), _ = watch.jobs
-    monkeypatch.setattr(asked.time, "sleep", lambda _: pipes[0].close())
+    monkeypatch.setattr(on_demand.time, "sleep", lambda _: pipes[0].close())
     with pytest.raises(ps.PenstockError, match="was closed"):
         record_step([first])
 

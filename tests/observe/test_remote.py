@@ -134,9 +134,7 @@ def test_other_servers(answer: bytes, said: str) -> None:
 
 def test_a_slow_server() -> None:
     with answering(HEAD + b" " * 1000, pause=0.05) as where:
-        began = time.monotonic()
         code, _, err = top(where, "--once")
-    assert time.monotonic() - began < 10
     assert code == 2
     assert "no answer within 3 s" in " ".join(err.split())
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.comparison.reference import one_device, run_with_threads
-from tests.support.models import Case, cases
+from tests.support.models import Case, cases, uniform_plan
 
 pytestmark = pytest.mark.cuda
 LAYOUTS = [("cuda:0",), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:0", "cuda:0")]
@@ -85,9 +85,10 @@ def test_backward_from_the_outside_does_not_hang(devices: tuple[str, ...]) -> No
 def test_cpu_and_gpu_together(devices: tuple[str, ...]) -> None:
     """Kernels of different devices round differently, so this one is compared with a tolerance."""
     case = cases()["unet"]
-    with ps.Pipeline(
-        case.model(), case.args, devices=devices, num_microbatches=3, replicas=1
-    ) as pipe:
+    model = case.model()
+    program = ps.capture(model, case.args)
+    plan = uniform_plan(program, len(devices), 3)  # measured, a CPU would have no weights
+    with ps.Pipeline(model, case.args, devices=devices, plan=plan, program=program) as pipe:
         twin = copy.deepcopy(pipe.model).cpu()
         last = torch.device(devices[-1])
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -265,6 +266,45 @@ def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -
     assert pipe.members.number == 3
 
 
+class Leaky(nn.Module):
+    """Reads a buffer, and changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) * self.scale.clone()
+        if self.training:
+            with torch.no_grad():
+                self.scale.mul_(1.5)
+        return x
+
+
+def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
+    """What it has changed itself, and what the script has set since."""
+    model = nn.Sequential(Leaky(), nn.Dropout(0.5), Leaky())
+    x, found = torch.randn(4, 6), []
+    options: dict[str, Any] = {"workers": "processes", "replicas": 1, "on_failure": "replace"}
+    for dies in (False, True):
+        own = copy.deepcopy(model)
+        torch.manual_seed(1)
+        with ps.Pipeline(
+            own, (x,), devices=["cpu"] * 2, num_microbatches=2, audit=None, **options
+        ) as pipe:
+            result = pipe(x)
+            pipe.eval()
+            if dies:
+                os.kill(pipe.members[0].pid, signal.SIGKILL)
+            result.square().sum().backward()
+            assert not own[1].training
+            assert pipe.members.number == dies
+            state = [*pipe.gradients().values(), *pipe.state_dict().values()]
+            found.append([tensor.clone() for tensor in state])
+    assert all(map(torch.equal, *found))
+
+
 def test_what_modules_remember_is_what_it_was_before_the_pass(tmp_path: Path) -> None:
     model = built(tmp_path)
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "on_failure": "replace"}
@@ -308,6 +348,42 @@ def test_map_goes_on(tmp_path: Path) -> None:
                 send(0)(pipe)
         assert pipe.members.number == 1
     assert all(map(torch.equal, found, wanted))
+
+
+def check_training_amid_map(folder: Path, **options: Any) -> None:
+    """A worker dies when weights have changed since the batches under way began."""
+    model = built(folder, counts=False).eval()
+    plain, batches = copy.deepcopy(model), [torch.randn(24, 32) for _ in range(6)]
+
+    @torch.no_grad()
+    def results() -> list[torch.Tensor]:
+        return [torch.cat([plain(x) for x in batch.chunk(COUNT)]) for batch in batches]
+
+    def trained() -> list[torch.Tensor]:
+        before = results()
+        for x, y in zip(X.chunk(COUNT), Y.chunk(COUNT), strict=True):
+            (F.mse_loss(plain(x), y) / COUNT).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        return before[:3] + results()[3:]
+
+    wanted = run_with_threads(trained, 1)
+    given: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "workers": "processes"}
+    given |= {"on_failure": "replace", "num_microbatches": COUNT, "audit": None} | options
+    with ps.Pipeline(model, (X,), **given) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        found = []
+        for k, result in enumerate(pipe.map(batches, ahead=3)):
+            found.append(result)
+            if k == 0:
+                pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+                optimizer.step()
+                send(0)(pipe)
+        assert pipe.members.number == 1
+    assert [torch.equal(*both) for both in zip(found, wanted, strict=True)] == [True] * 6
+
+
+def test_batches_of_map_that_were_under_way_as_weights_changed(tmp_path: Path) -> None:
+    check_training_amid_map(tmp_path)
 
 
 def test_a_worker_that_is_asked_to_end_does_so_between_two_steps(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from penstock.bench import record
 from penstock.bench.guarded import unguarded
@@ -19,6 +22,7 @@ from penstock.bench.record import ROOT
 from tests.programs.drawing import OPTIMIZERS, Drawn, drawn, drawn_for_replicas
 from tests.programs.running import NEVER, VERDICTS, Outcome, outcome
 from tests.support.pool import pooled
+from tests.support.recording import recording_cpus
 
 PAGE, DATA = ROOT / "docs/programs.md", record.DATA / "programs.json"
 
@@ -60,6 +64,19 @@ again with one (`audit="auto"`), which has to raise its error before the step is
 Found = Mapping[int, tuple[Drawn, Outcome]]
 
 
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """What the pipelines get besides."""
+    audit = options.audit
+    more: dict[str, Any] = {"audit": int(audit) if audit and audit.isdecimal() else audit}
+    more["device"] = options.device
+    if options.workers:
+        more["workers"] = options.workers
+    if options.device != "cpu" or options.graphs:
+        more.setdefault("workers", "threads")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return {**more, "cuda_graphs": True} if options.graphs else more
+
+
 def main() -> int:
     """Run them, print what became of them, and end with 1 if one was wrong or crashed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -68,6 +85,9 @@ def main() -> int:
     parser.add_argument(
         "--replicas", action="store_true", help="on 1 to 4 replicas, trained by an optimizer"
     )
+    parser.add_argument("--device", default="cpu", help="stands for all devices, such as cuda:0")
+    parser.add_argument("--workers", choices=["threads", "processes"], help="instead of either")
+    parser.add_argument("--graphs", action="store_true", help="stages are run as CUDA graphs")
     parser.add_argument("--hidden", action="store_true", help="they read a global, too")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--audit", help='"auto", or every so many steps; off if left out')
@@ -78,18 +98,22 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="into docs/programs.md")
     options = parser.parse_args()
     began = time.perf_counter()
-    audit = options.audit
-    more = {"audit": int(audit) if audit and audit.isdecimal() else audit}
+    audit, more = options.audit, given(options)
     found: dict[int, tuple[Drawn, Outcome]] = {}
     unaudited: dict[int, Outcome] = {}
-    with pooled():
+    is_faked = options.graphs and options.device == "cpu"
+    with pooled(), recording_cpus() if is_faked else nullcontext():
         for number in range(options.start, options.start + options.count):
             if options.replicas:
                 program = drawn_for_replicas(number)
             else:
                 program = drawn(number, options.hidden, options.steps)
+            if options.graphs:  # what is recomputed is not recorded
+                program = replace(program, recompute="none")
             with unguarded() if options.unguarded else nullcontext():
-                ended = outcome(program, **(more if not options.unguarded else {"audit": None}))
+                ended = outcome(
+                    program, **{**more, **({"audit": None} if options.unguarded else {})}
+                )
                 if options.unguarded and audit and ended.verdict == "wrong":
                     unaudited[number] = ended
                     ended = outcome(program, **more)

@@ -136,33 +136,35 @@ def _seeded(model: nn.Module, step: int, microbatch: int) -> Iterator[None]:
         yield
 
 
-def outcome(program: Drawn, **options: Any) -> Outcome:
+def outcome(program: Drawn, device: str = "cpu", **options: Any) -> Outcome:
     """Run a program on a pipeline and in a plain loop, and compare all bits.
 
     Args:
         program: which one.
+        device: that stands for all there are.
         **options: of the pipeline.
     """
     threads = torch.get_num_threads()
     OUTSIDE["gain"] = 1.0
     try:
-        return _outcome(program, options)
+        return _outcome(program, device, options)
     finally:
         torch.set_num_threads(threads)
         OUTSIDE["gain"] = 1.0
 
 
-def _outcome(program: Drawn, options: dict[str, Any]) -> Outcome:
-    ours, theirs = program.model(), program.model()
+def _outcome(program: Drawn, device: str, options: dict[str, Any]) -> Outcome:
+    ours, theirs = program.model().to(device), program.model().to(device)
     rows = max(11, *(step.rows for step in program.steps))
     x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(program.number))
+    x = x.to(device)
     torch.manual_seed(SEED)
     stages = 0
     with ExitStack() as stack:
         if program.delayed:
             stack.enter_context(slow_stages(program.number))
         try:
-            pipe = stack.enter_context(_pipeline(program, ours, x[:8], options))
+            pipe = stack.enter_context(_pipeline(program, ours, x[:8], device, options))
             stages = len(pipe.plan.stages)
             both = Both(program, pipe, theirs)
         except (ps.PenstockError, ValueError) as error:
@@ -176,6 +178,7 @@ def _outcome(program: Drawn, options: dict[str, Any]) -> Outcome:
                     ways = model.blocks[block].changes()
                     if ways:
                         ways[change % len(ways)](model.blocks[block], random.Random(seed))
+                        model.to(device)  # what is new in it
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 ended = both.step(step, x[: step.rows])
@@ -185,7 +188,7 @@ def _outcome(program: Drawn, options: dict[str, Any]) -> Outcome:
 
 
 def _pipeline(
-    program: Drawn, model: nn.Module, x: torch.Tensor, options: dict[str, Any]
+    program: Drawn, model: nn.Module, x: torch.Tensor, device: str, options: dict[str, Any]
 ) -> ps.Pipeline:
     captured = ps.capture(model, (x,))
     allowed = [k for k in range(1, len(captured)) if captured.cuts.forbidden(k) is None]
@@ -198,7 +201,8 @@ def _pipeline(
     )
     plan = replicated(plan, program.replicas)
     options = {"workers": program.workers, **options}
-    return ps.Pipeline(model, plan=plan, program=captured, devices=plan.devices, **options)
+    devices = [device] * len(plan.devices)
+    return ps.Pipeline(model, plan=plan, program=captured, devices=devices, **options)
 
 
 class Both:

@@ -73,6 +73,13 @@ def gpt2_with_letters() -> tuple[nn.Module, Any]:
     return gpt2(), letters()
 
 
+def gpt2_with_beams() -> tuple[nn.Module, Any]:
+    """The same, whose own settings ask for beams."""
+    model: Any = gpt2()
+    model.generation_config.num_beams = 4
+    return model, letters()
+
+
 class Net(nn.Module):
     """A small network."""
 

@@ -105,6 +105,24 @@ def test_a_stop_sequence_ends_it(server: Running, model: Any) -> None:
     assert found["usage"]["completion_tokens"] <= whole.index(stop) + 2
 
 
+def test_a_stop_sequence_that_begins_in_the_prompt_ends_nothing(
+    server: Running, model: Any
+) -> None:
+    whole = text_of(model, [5, 6, 7], most=12)
+    stop = letters().decode([7]) + whole[0]
+    assert stop not in whole
+    found = server.complete([5, 6, 7], max_tokens=12, stop=[stop], **GREEDY).json()
+    assert found["choices"][0]["text"] == whole
+    assert found["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.slow
+def test_a_model_whose_settings_ask_for_beams_is_served_without(model: Any) -> None:
+    with running("tests.serving.models:gpt2_with_beams", "--workers", "threads") as own:
+        found = own.complete([5, 6, 7], max_tokens=9, **GREEDY).json()
+    assert found["choices"][0]["text"] == text_of(model, [5, 6, 7], most=9)
+
+
 def test_requests_at_the_same_time_do_not_change_each_other(server: Running, model: Any) -> None:
     prompts = [[k + 1, 2 * k + 1] for k in range(12)]
 

@@ -134,10 +134,15 @@ def lend(
     survivors: Survivors | None = None,
     keeps_survivors: bool = False,
     spares: int = 0,
+    **leave: float,
 ) -> ProcessPool:
-    """Workers from the pool, or new ones; those that survive others are never of the pool."""
-    if survivors is not None or keeps_survivors:
-        return ProcessPool(count, reset, survivors, keeps_survivors, spares)
+    """Workers from the pool, or new ones.
+
+    Those that survive others are never of the pool, nor are those on GPUs, which have time to
+    `leave`.
+    """
+    if survivors is not None or keeps_survivors or leave:
+        return ProcessPool(count, reset, survivors, keeps_survivors, spares, **leave)
     for workers in [each for each in POOL if len(each) == count]:
         POOL.remove(workers)
         if workers.renew():

@@ -4,7 +4,7 @@ python -m tests.support.tail OUTPUT [--seconds 450]
 
 OUTPUT is what `pytest --durations 0` has printed for the tests that are not marked `slow`; those of
 the tail may be among them (`--whole`), else they stay there. In the tail is what takes longest, so
-that the others take so many seconds together; but of what takes less than ten seconds, neither the
+that the others take so many seconds together; but of what takes less than five seconds, neither the
 quickest test of a file nor any of the house's (tests/house), as any change can break those. It is
 kept in tests/long_tail.txt.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "long_tail.txt"
 HOUSE = "tests/house/"
-_LONG = 10.0  # seconds of a test that is not run every time, whatever it is
+_LONG = 5.0  # seconds of a test that is not run every time, whatever it is
 _TAKEN = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(\S.*)$", re.MULTILINE)
 
 

@@ -16,7 +16,7 @@ PRINTED = """
 7.50s call     tests/a/test_a.py::test_long[two words-1]
 2.00s setup    tests/a/test_a.py::test_long[two words-1]
 3.00s call     tests/a/test_a.py::test_short
-9.00s call     tests/a/test_b.py::test_alone
+4.90s call     tests/a/test_b.py::test_alone
 0.50s teardown tests/a/test_a.py::test_short
 4.00s call     tests/a/test_a.py::test_middle
 """
@@ -27,12 +27,12 @@ def test_what_tests_have_taken() -> None:
         "tests/a/test_a.py::test_long[two words-1]": 9.5,
         "tests/a/test_a.py::test_short": 3.5,
         "tests/a/test_a.py::test_middle": 4.0,
-        "tests/a/test_b.py::test_alone": 9.0,
+        "tests/a/test_b.py::test_alone": 4.9,
     }
 
 
 def test_nor_the_quickest_of_a_file_unless_it_is_long_itself() -> None:
-    found = longest({"tests/a/test_a.py::test_a": 11.0, "tests/a/test_b.py::test_b": 9.0}, 1)
+    found = longest({"tests/a/test_a.py::test_a": 6.0, "tests/a/test_b.py::test_b": 4.0}, 1)
     assert found == {"tests/a/test_a.py::test_a"}
 
 
@@ -51,8 +51,8 @@ def test_the_longest_are_left_out_but_not_a_whole_file(seconds: int, left_out: s
 
 
 def test_what_any_change_can_break_is_always_run() -> None:
-    house = {"tests/house/test_a.py::test_a": 2.0, "tests/house/test_a.py::test_b": 9.0}
-    found = longest(house | {"tests/house/test_a.py::test_c": 11.0}, 1)
+    house = {"tests/house/test_a.py::test_a": 2.0, "tests/house/test_a.py::test_b": 4.0}
+    found = longest(house | {"tests/house/test_a.py::test_c": 6.0}, 1)
     assert found == {"tests/house/test_a.py::test_c"}
 
 

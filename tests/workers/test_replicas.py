@@ -473,7 +473,7 @@ def test_an_ordered_sum_is_that_of_one_after_the_other(seed: int) -> None:
         for number in numbers:
             time.sleep(drawn.random() * 1e-3)
             total.add(number, [[(leaf, terms[number])]])
-        total.settle()
+        total.add_pending()
 
     order = drawn.sample(range(9), 9)
     threads = [threading.Thread(target=add, args=(sorted(order[k::3]),)) for k in range(3)]
@@ -673,7 +673,7 @@ def test_forwards_and_sums_do_not_wait_for_each_other() -> None:
         total = OrderedSum(LocalTurns())
         for number in range(4000):
             total.add(number, [[(leaf, torch.ones(4, 4))]])
-            total.settle()
+            total.add_pending()
     finally:
         over.set()
         thread.join()

@@ -90,6 +90,13 @@ def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
         in_two = {r.model or r.name for r in results if list(r.stages) == [STAGES[0]]}
         few = sum(name in in_two for name in exact)
         lines += ["", f"Of the exact ones {few} have places for {STAGES[0]} stages only."]
+        plans = [plan for r in results for plan in r.ran if plan.startswith("automatic plan")]
+        alone = sum(plan.endswith("m=1") for plan in plans)
+        if plans:
+            lines[-1] += (
+                f" Of {len(plans)} automatic plans {alone} have one micro-batch: with models so"
+                " small, more of them are predicted to be slower."
+            )
     exceptions = [r for r in results if r.line or r.status != "exact"]
     if exceptions:
         lines += ["", "| exception | family | what | why |", "|---|---|---|---|"]
@@ -130,11 +137,12 @@ def main() -> int:
         default=[],
         help="as many replicas, of the whole model and of two stages, instead of one",
     )
+    parser.add_argument("--device", default="cpu", help="stands for all devices, such as cuda:0")
     parser.add_argument("--output", type=Path, help="writes OUTPUT.jsonl, .json and .md")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        check_here(options.child[0], options.child[1:], options.replicas)
+        check_here(options.child[0], options.child[1:], options.replicas, options.device)
         return 0
     earlier = _read(options.output) if options.output else []
     now = commit()
@@ -157,7 +165,7 @@ def main() -> int:
             with lines.open("a") as file:
                 file.write(json.dumps(result.to_dict()) + "\n")
 
-    results = merged(earlier, run(chosen, options.jobs, note, options.replicas))
+    results = merged(earlier, run(chosen, options.jobs, note, options.replicas, options.device))
     if options.output:
         data = [result.to_dict() for result in results]
         options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")

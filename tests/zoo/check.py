@@ -19,7 +19,7 @@ import penstock as ps
 from penstock.bench.uniform import uniform_plan
 from penstock.capture import Key, untouched
 from penstock.capture.equality import same
-from penstock.capture.trees import flatten, flatten_result, unflatten
+from penstock.capture.trees import flatten, flatten_result, map_leaves, unflatten
 from penstock.comparison.reference import copied, deterministic_algorithms, run_with_threads
 from penstock.planning.tuning import mean_square
 from penstock.schedule import SCHEDULES
@@ -33,9 +33,10 @@ _EVALUATED = -1  # the step of the first pass that does not train, on which its 
 STATUSES = ("exact", "coarse", "refused", "crash", "wrong")
 """What becomes of a model that runs without Penstock."""
 
-NOT_RUN = ("no input form", "cannot be built", "does not train")
+NOT_RUN = ("no input form", "cannot be built", "does not train", "not deterministic")
 """Why others do not: nothing here makes inputs that it takes; its library does not build it here;
-nothing in its results has a gradient, or plain PyTorch fails to compute it."""
+nothing in its results has a gradient, or plain PyTorch fails to compute it; on a GPU, plain PyTorch
+has no kernel for it that gives the same bits twice."""
 
 
 class WrongError(Exception):
@@ -133,17 +134,22 @@ class Trial:
     words: str
 
 
-def check(entry: Entry, everything: bool = True, replicas: Sequence[int] = ()) -> Result:
+def check(
+    entry: Entry, everything: bool = True, replicas: Sequence[int] = (), device: str = "cpu"
+) -> Result:
     """Capture the model and compare it with itself, in training and evaluation.
 
     Args:
         entry: the model.
         everything: also with an automatic plan and in worker processes, where it is its turn.
         replicas: as many replicas instead, of the whole model and, if it can be cut, of two stages.
+        device: that stands for those of all workers.
     """
     result = Result(entry.name, entry.family, "exact", model=entry.counted)
+    if device != "cpu":
+        torch.use_deterministic_algorithms(True)
     try:
-        _check(entry, result, everything, replicas)
+        _check(entry, result, everything and device == "cpu", replicas, device)
     except NotRunError as error:
         result.status, result.line = error.status, _line(error)
     except WrongError as error:
@@ -156,13 +162,16 @@ def check(entry: Entry, everything: bool = True, replicas: Sequence[int] = ()) -
 
 
 def _line(error: BaseException) -> str:
+    """What it says, in one line."""
     named = isinstance(error, (NotRunError, WrongError))
     text = f"{error}" if named else f"{type(error).__name__}: {error}"
-    return next(iter(text.splitlines()), "")[:300]
+    return " ".join(text.split())[:300]
 
 
-def _check(entry: Entry, result: Result, everything: bool, replicas: Sequence[int]) -> None:
-    model, batches = _built(entry)
+def _check(
+    entry: Entry, result: Result, everything: bool, replicas: Sequence[int], device: str
+) -> None:
+    model, batches = _built(entry, device)
     args, kwargs = batches[0].inputs
     before = _Snapshot(model)
     start = time.perf_counter()
@@ -187,7 +196,7 @@ def _check(entry: Entry, result: Result, everything: bool, replicas: Sequence[in
     if replicas:
         trials = _on_replicas(program, [1] if stages == [1] else [1, 2], replicas)
     for trial in trials:
-        _compare(program, trial, batches, state, result.oracle)
+        _compare(program, trial, batches, state, result.oracle, device)
         before.check(model)
         result.ran.append(trial.words)
 
@@ -238,8 +247,12 @@ def _plan(program: ps.Program, stages: int, number: int) -> ps.Plan:
     return uniform_plan(program, stages, COUNT, "gpipe")
 
 
-def _built(entry: Entry) -> tuple[nn.Module, list[Batch]]:
+def _built(entry: Entry, device: str) -> tuple[nn.Module, list[Batch]]:
     """The model and batches of two sizes, if it runs on them at all, forward and backward.
+
+    Args:
+        entry: the model.
+        device: where they are.
 
     Raises:
         NotRunError: it does not.
@@ -248,13 +261,13 @@ def _built(entry: Entry) -> tuple[nn.Module, list[Batch]]:
     least = max(2, entry.rows)  # of a micro-batch: BatchNorm refuses one row
     sizes = [COUNT * least + 1, COUNT * least + 2]
     try:
-        model = entry.build()
+        model = entry.build().to(device)
         model.train()
         twin = copied(model)
     except Exception as error:
         raise NotRunError("cannot be built", error) from error
     try:
-        given = [entry.inputs(rows) for rows in sizes]
+        given = [map_leaves(partial(_moved, device=device), entry.inputs(n)) for n in sizes]
         dims = _dims(*given, *sizes, {1, *(times for _, times in entry.batch_dim.values())})
         batches = [Batch(x, rows, dims) for x, rows in zip(given, sizes, strict=True)]
         outputs = [twin(*copy.deepcopy(x[0]), **copy.deepcopy(x[1])) for x in given]
@@ -264,7 +277,7 @@ def _built(entry: Entry) -> tuple[nn.Module, list[Batch]]:
         for output in outputs:
             mean_square(output).backward()
     except Exception as error:
-        raise NotRunError("does not train", error) from error
+        raise NotRunError(_why_not_trained(error), error) from error
     try:
         args, kwargs = copy.deepcopy(given[0])
         with torch.no_grad():
@@ -291,6 +304,15 @@ def _dims(
         fits = [(k, t) for k, pair in enumerate(shapes) for t, s in sizes.items() if pair == s]
         found.append(fits[0] if fits else None)
     return tuple(found)
+
+
+def _why_not_trained(error: Exception) -> str:
+    is_any = "does not have a deterministic implementation" in str(error)
+    return "not deterministic" if is_any else "does not train"
+
+
+def _moved(leaf: Any, device: str) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 class _Snapshot:
@@ -327,12 +349,13 @@ def _compare(
     batches: Sequence[Batch],
     state: dict[str, Any],
     oracle: str,
+    device: str,
 ) -> None:
     """Two steps of training and a batch in evaluation, against the loop."""
     model, generator = program.model, torch.get_rng_state()
     with untouched(model):  # a forward may leave things that cannot be copied
         twin = copied(model)
-        _compare_steps(program, trial, batches, twin, oracle)
+        _compare_steps(program, trial, batches, twin, oracle, device)
     model.zero_grad()
     if list(model.state_dict()) != list(state):
         raise WrongError("the names of the state dict changed")
@@ -342,11 +365,17 @@ def _compare(
 
 
 def _compare_steps(
-    program: ps.Program, trial: Trial, batches: Sequence[Batch], twin: nn.Module, oracle: str
+    program: ps.Program,
+    trial: Trial,
+    batches: Sequence[Batch],
+    twin: nn.Module,
+    oracle: str,
+    device: str,
 ) -> None:
     model, plan = program.model, trial.plan
+    devices = [device] * len(plan.devices)
     pipe = ps.Pipeline(
-        model, plan=plan, program=program, devices=plan.devices, workers=trial.workers, merge="list"
+        model, plan=plan, program=program, devices=devices, workers=trial.workers, merge="list"
     )
     with pipe, deterministic_algorithms():  # one worker alone has several threads
         for step, batch in enumerate(batches):
@@ -396,7 +425,8 @@ def _train(
     program: ps.Program, twin: nn.Module, batch: Batch, step: int, count: int, oracle: str
 ) -> tuple[torch.Tensor, list[Any]]:
     """A step of gradient accumulation as anybody would write it: the loss and the results."""
-    total, outputs = torch.zeros(()), []
+    total: Any = 0.0
+    outputs = []
     for output, rows in _run(program, twin, batch, step, count, oracle):
         loss = mean_square(output) * (rows / batch.rows)
         loss.backward()

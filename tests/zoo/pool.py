@@ -63,6 +63,7 @@ def run(
     jobs: int,
     note: Callable[[Result], None],
     replicas: Sequence[int] = (),
+    device: str = "cpu",
 ) -> list[Result]:
     """Check these models, some at a time, and tell how it goes.
 
@@ -70,7 +71,7 @@ def run(
         found: the models.
         jobs: how many processes there are at a time.
         note: is given each result when it is there.
-        replicas: see `check`.
+        replicas, device: see `check`.
     """
     groups = []
     for family, members in groupby(found, key=lambda entry: entry.family):
@@ -80,7 +81,7 @@ def run(
     results: list[Result] = []
 
     def one_group(group: tuple[str, list[str]]) -> None:
-        for result in _in_a_process(*group, replicas):
+        for result in _in_a_process(*group, replicas, device):
             result.model = models[result.family, result.name]
             results.append(result)
             note(result)
@@ -92,10 +93,12 @@ def run(
     return results
 
 
-def _in_a_process(family: str, names: Sequence[str], replicas: Sequence[int]) -> Iterator[Result]:
+def _in_a_process(
+    family: str, names: Sequence[str], replicas: Sequence[int], device: str
+) -> Iterator[Result]:
     """Check these in a new process, and go on in another if it dies."""
     left = list(names)
-    options = [f"--replicas={count}" for count in replicas]
+    options = [f"--device={device}", *(f"--replicas={count}" for count in replicas)]
     while left:
         command = [sys.executable, "-W", "ignore", "-m", "tests.zoo", *options]
         command += ["--child", family, *left]
@@ -117,10 +120,13 @@ class _TooLongError(BaseException):
     """No `Exception`: whatever is being checked must not catch it and go on."""
 
 
-def check_here(family: str, names: Sequence[str], replicas: Sequence[int] = ()) -> None:
+def check_here(
+    family: str, names: Sequence[str], replicas: Sequence[int] = (), device: str = "cpu"
+) -> None:
     """Check these in this process; prints a line of JSON for each."""
     torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    if device == "cpu":  # drivers of others reserve more than they use
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
 
     def too_long(_: int, __: FrameType | None) -> None:
         raise _TooLongError
@@ -130,7 +136,7 @@ def check_here(family: str, names: Sequence[str], replicas: Sequence[int] = ()) 
     for name in names:
         signal.alarm(_SECONDS)
         try:
-            result = check(by_name[name], replicas=replicas)
+            result = check(by_name[name], replicas=replicas, device=device)
         except _TooLongError:
             result = Result(name, family, "crash", line=f"not done after {_SECONDS} s")
         finally:

@@ -157,7 +157,9 @@ def test_a_run_goes_on_where_it_was(
 ) -> None:
     asked: list[str] = []
 
-    def run(found: list[Entry], jobs: int, note: object, replicas: object) -> list[Result]:
+    def run(
+        found: list[Entry], jobs: int, note: object, replicas: object, device: str
+    ) -> list[Result]:
         results = [Result(e.name, e.family, "exact", model=e.counted) for e in found]
         for result in results:
             asked.append(result.name)
@@ -199,7 +201,9 @@ def test_a_run_goes_on_where_it_was(
 
 @pytest.mark.parametrize("status", ["wrong", "crash"])
 def test_the_exit_code(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(found: list[Entry], jobs: int, note: object, replicas: object) -> list[Result]:
+    def run(
+        found: list[Entry], jobs: int, note: object, replicas: object, device: str
+    ) -> list[Result]:
         return [Result("a", "plain", status)]
 
     monkeypatch.setattr(zoo, "entries", lambda families: [entry()])

@@ -355,8 +355,8 @@ def _accepted(
                 # Some count the numbers of the features, not the features.
                 same = places == int(asked[1]) // 3
                 places = places // WIDTH if same else int(asked[1]) // 3
-    told = [p.splitlines()[0][:150] for p in problems if "it takes no" not in p]
-    raise ValueError(" / ".join(told))
+    told = [p.splitlines()[0][:150] for p in problems]
+    raise ValueError(" / ".join([p for p in told if "it takes no" not in p] or told))
 
 
 def _named(kind: str, given: dict[str, Any]) -> dict[str, Any]:

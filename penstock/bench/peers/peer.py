@@ -4,7 +4,7 @@ A peer is started once and then runs one training step for each call of `step()`
 are compared can take turns; between its steps its processes wait without using a processor. A
 process builds one servant, an object whose methods are the commands, and then blocks on its pipe
 until it is told what to run. Every wait of the owner has a timeout; a process that raises or dies
-is a `RuntimeError` in the owner that names it and carries its traceback. No process outlives its
+is a `PeerError` in the owner that names it and carries its traceback. No process outlives its
 owner.
 """
 
@@ -100,7 +100,7 @@ class Recipe:
         """Start its processes.
 
         Raises:
-            RuntimeError: a process failed or died while it was starting.
+            PeerError: a process failed or died while it was starting.
         """
         return Peer(self.name, self.builds, threads=self.threads, environment=self.environment)
 
@@ -117,11 +117,42 @@ class _Member(NamedTuple):
     connection: Connection
 
 
-class _Reply(NamedTuple):
-    """A process's answer to a command: its value, or, if that is no good, what went wrong."""
+class PeerError(RuntimeError):
+    """A process of a peer failed, died or did not answer in time.
 
-    good: bool
+    Attributes:
+        reason: in one line, what it was; of several that failed, of the one at fault.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in one line; of a `PeerError`, what the process at fault raised."""
+    if isinstance(error, PeerError):
+        return error.reason
+    return " ".join("".join(traceback.format_exception_only(error)).split())
+
+
+class _Failure(NamedTuple):
+    """What went wrong in a process: all of it, and in one line."""
+
+    text: str
+    reason: str
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether it says no more than that another process is gone."""
+        return "gloo/transport" in self.reason
+
+
+class _Reply(NamedTuple):
+    """A process's answer to a command: its value, or what went wrong."""
+
     value: Any
+    failure: _Failure | None = None
 
 
 class PeerProcesses:
@@ -135,7 +166,7 @@ class PeerProcesses:
         environment: more environment variables for the processes.
 
     Raises:
-        RuntimeError: a process failed or died while it was starting.
+        PeerError: a process failed or died while it was starting.
     """
 
     def __init__(
@@ -182,7 +213,8 @@ class PeerProcesses:
         """Run `command` on every rank at once, with these arguments; the answers by rank.
 
         Raises:
-            RuntimeError: a process raised, died or did not answer in time. All are ended.
+            PeerError: a process raised, died or did not answer in time. All are ended.
+            RuntimeError: it is closed.
         """
         return self._all(command, [arguments] * len(self._members))
 
@@ -190,7 +222,7 @@ class PeerProcesses:
         """Let the processes serve other servants, for which they need not import torch again.
 
         Raises:
-            RuntimeError: as `call`.
+            PeerError: as `call`.
         """
         self.name = name
         self._all(_BECOME, [(build, self._lives) for build in builds])
@@ -231,7 +263,7 @@ class PeerProcesses:
     def _collect(self, command: str) -> list[Any]:
         """Wait for every rank's answer to `command`."""
         answers: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, _Failure] = {}
         deadline = time.monotonic() + self._timeout
         while missing := set(range(len(self._members))) - answers.keys() - failures.keys():
             # A rank that has answered may still be needed by the others, so its death counts.
@@ -245,16 +277,20 @@ class PeerProcesses:
                 reply = _read(member) if rank not in failures else None
                 if reply is None:
                     continue
-                if not reply.good and not failures:
+                if reply.failure is None:
+                    answers[rank] = reply.value
+                    continue
+                if not failures:
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS)
-                (answers if reply.good else failures)[rank] = reply.value
+                failures[rank] = reply.failure
         if failures:
-            raise RuntimeError(f"{self.name}: '{command}' failed\n" + "\n".join(failures.values()))
+            told = sorted(failures.values(), key=lambda failure: failure.is_of_another)
+            texts = "\n".join(failure.text for failure in told)
+            raise PeerError(f"{self.name}: '{command}' failed\n{texts}", told[0].reason)
         if missing:
             late = ", ".join(map(str, sorted(missing)))
-            raise RuntimeError(
-                f"{self.name}: no answer to '{command}' from rank {late} in {self._timeout:g} s"
-            )
+            said = f"no answer to '{command}' from rank {late} in {self._timeout:g} s"
+            raise PeerError(f"{self.name}: {said}", said)
         return [answers[rank] for rank in sorted(answers)]
 
 
@@ -284,7 +320,7 @@ class Peer(PeerProcesses):
             *settings: of this step alone, for peers whose ranks take some.
 
         Raises:
-            RuntimeError: a process failed, died or took too long; the peer is closed.
+            PeerError: a process failed, died or took too long; the peer is closed.
         """
         readings: list[Reading] = self.call("step", *settings)
         self.loss = sum(reading.loss for reading in readings)
@@ -335,7 +371,8 @@ def _read(member: _Member) -> _Reply | None:
         return None
     status = member.process.exitcode
     how = f"killed by {signal.Signals(-status).name}" if (status or 0) < 0 else f"exit {status}"
-    return _Reply(False, f"{member.process.name} died ({how})")
+    died = f"{member.process.name} died ({how})"
+    return _Reply(None, _Failure(died, died))
 
 
 def _serve(connection: Connection, place: Place, build: Build, threads: int) -> None:
@@ -345,7 +382,7 @@ def _serve(connection: Connection, place: Place, build: Build, threads: int) -> 
         keep_freed_memory()  # as Penstock's workers do, or the peers would pay for page faults
         torch.set_num_threads(threads)
         servant = build(place)
-        connection.send(_Reply(True, None))
+        connection.send(_Reply(None))
         # Blocks without using the processor. The end of the pipe means that the owner is gone.
         while (order := connection.recv()) is not None:
             command, arguments = order
@@ -355,17 +392,17 @@ def _serve(connection: Connection, place: Place, build: Build, threads: int) -> 
                 gc.collect()
                 build, life = arguments
                 servant = build(replace(place, life=life))
-                connection.send(_Reply(True, None))
+                connection.send(_Reply(None))
             else:
-                connection.send(_Reply(True, getattr(servant, command)(*arguments)))
+                connection.send(_Reply(getattr(servant, command)(*arguments)))
         servant.close()
         os._exit(0)  # torch takes a second to leave by the door
     except (EOFError, BrokenPipeError):
         os._exit(1)
-    except BaseException:
-        name = f"rank {place.rank} of {place.size}"
+    except BaseException as error:
+        text = f"rank {place.rank} of {place.size} raised:\n{traceback.format_exc()}"
         with suppress(OSError):
-            connection.send(_Reply(False, f"{name} raised:\n{traceback.format_exc()}"))
+            connection.send(_Reply(None, _Failure(text, reason_of(error))))
         os._exit(1)  # a proper exit could wait for peers that will never answer
 
 

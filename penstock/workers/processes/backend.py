@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from penstock.devices.choice import Devices
+from penstock.devices.kinds import kind_of
+from penstock.devices.streams import with_streams
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.plan import Plan
@@ -20,14 +22,15 @@ from penstock.workers.pool import Job
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
 from penstock.workers.processes.jobs import Enter, Modes
 from penstock.workers.processes.pool import ProcessPool, Survivors
-from penstock.workers.processes.worker_state import CPU, WorkerState
+from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
 
 _TIMEOUT = 120.0  # seconds; most of it for starting
+_LEAVE_DEVICES = 10.0  # to let go of a device's memory, which is kept for a process that is killed
 
 
 class ProcessBackend(DrivenBackend):
-    """Processes of this machine, on its CPU.
+    """Processes of this machine, on its CPU or its GPUs.
 
     Args:
         devices, least, threads: as of `DrivenBackend`.
@@ -39,7 +42,8 @@ class ProcessBackend(DrivenBackend):
 
     Raises:
         DeviceError: a device does not exist.
-        InputError: a device is no CPU.
+        InputError: a device has memory that processes cannot share; or workers on devices other
+            than CPUs are to go on after one has ended.
     """
 
     def __init__(
@@ -54,6 +58,13 @@ class ProcessBackend(DrivenBackend):
         survivors: Survivors | None = None,
     ) -> None:
         super().__init__(devices, least, threads)
+        others = [str(device) for device in self.devices if device.type != "cpu"]
+        if others and survives:
+            raise InputError(
+                "on_failure= is for worker processes on CPUs, whose optimizer state outlives them, "
+                f"and not for {others[0]}. Use pipe.autosave(folder, every=...) and "
+                "penstock.resume: a script that is started again goes on there"
+            )
         self._allocator_kept = allocator_kept
         self._survives, self._spares = survives, spares
         self._memories = survivors.memories if survivors is not None else {}
@@ -62,14 +73,16 @@ class ProcessBackend(DrivenBackend):
         self.probe = ProcessProbe(self._pool)
 
     def _pool_of(self, count: int, survivors: Survivors | None = None) -> ProcessPool:
-        return ProcessPool(count, lambda: None, survivors, self._survives, self._spares)
+        is_on_cpus = all(device.type == "cpu" for device in self.devices)
+        leave = {} if is_on_cpus else {"leave": _LEAVE_DEVICES}
+        return ProcessPool(count, lambda: None, survivors, self._survives, self._spares, **leave)
 
     def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
-        others = [str(device) for device in devices if device.type != "cpu"]
+        others = [d for d in devices if d.type != "cpu" and not kind_of(d).can_share]
         if others:
             raise InputError(
-                f'workers="processes" run on the CPU, not on {others[0]}; use workers="threads", '
-                "which copies between GPUs on streams of their own"
+                f'workers="processes" run on CPUs and CUDA devices, not on {others[0]}, whose '
+                'memory processes cannot share; use workers="threads"'
             )
         super()._have(devices, threads)
 
@@ -83,7 +96,17 @@ class ProcessBackend(DrivenBackend):
             progress(1, 1, what)
 
     def check_replicas(self, replicas: int) -> None:
-        """Any number of them: they share the model's memory."""
+        """Any number of them on CPUs, where they share the model's memory.
+
+        Raises:
+            InputError: there are several on other devices.
+        """
+        others = [str(device) for device in self.devices if device.type != "cpu"]
+        if others and replicas > 1:
+            raise InputError(
+                f'replicas={replicas} on {others[0]} are for workers="threads"; worker processes '
+                "have one replica there: use replicas=1"
+            )
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
         """Move the model to memory that they share, and send them their stages.
@@ -96,9 +119,11 @@ class ProcessBackend(DrivenBackend):
             self._pool.close()
             self._pool = self._pool_of(len(plan.devices))
         self._enter()
-        modes = Modes.here(self.threads, len(plan.devices), self._allocator_kept)
-        seconds = self.timeout(plan, timeout)
         devices = self.in_order(plan)
+        kinds = [kind_of(device) for device in with_streams(devices)]
+        count, kept = len(plan.devices), self._allocator_kept
+        modes = Modes.here(self.threads, count, kept, kinds[0] if kinds else None)
+        seconds = self.timeout(plan, timeout)
         return ProcessWorkers(plan, model, self._pool, devices, seconds, modes, self._memories)
 
     def _enter(self) -> None:
@@ -128,23 +153,26 @@ class ProcessProbe:
         self, one: torch.device, other: torch.device, size: int, rounds: int
     ) -> Sequence[float]:
         """The seconds there and back through shared memory, by round."""
-        found: list[float] = self._joined(size, rounds)[0]
+        found: list[float] = self._joined(one, other, size, rounds)[0]
         return found
 
     def overhead(self, one: torch.device, other: torch.device) -> float:
         """The larger overhead of two processes that are linked."""
-        return float(max(self._joined()))
+        return float(max(self._joined(one, other)))
 
     def adding(self, one: torch.device, other: torch.device) -> float:
         """The larger cost of adding in order, of two processes at the same time."""
-        return float(max(self._first_two([_add, _add])))
+        return float(max(self._first_two([_Adding(one), _Adding(other)])))
 
-    def _joined(self, size: int = 0, rounds: int = 0) -> list[Any]:
+    def _joined(
+        self, one: torch.device, other: torch.device, size: int = 0, rounds: int = 0
+    ) -> list[Any]:
         """What the first two workers measure at the ends of a link between them."""
         here, there = socket.socketpair()
         with here, there:
             grants = self.pool.grant(here.fileno(), 0), self.pool.grant(there.fileno(), 1)
-        return self._first_two([_AtEnd(k, g, size, rounds) for k, g in enumerate(grants)])
+        ends = enumerate(zip(grants, (one, other), strict=True))
+        return self._first_two([_AtEnd(k, g, on, size, rounds) for k, (g, on) in ends])
 
     def _first_two(self, jobs: Sequence[Job]) -> list[Any]:
         """The results of a job for each of the first two workers."""
@@ -158,25 +186,33 @@ class _AtEnd:
 
     index: int
     grant: int
+    device: torch.device
     size: int
     rounds: int
 
     def __call__(self, own: WorkerState) -> list[float] | float | None:
+        own.work_on(self.device)
         if not self.rounds:
             link = own.sink(self.grant) if self.index == 0 else own.source(self.grant)
-            return overhead_here(self.index, link, CPU)
+            return overhead_here(self.index, link, self.device)
         if self.index == 0:
-            return ping(own.sink(self.grant), CPU, self.size, self.rounds)
-        pong(own.source(self.grant), CPU, self.rounds)
+            return ping(own.sink(self.grant), self.device, self.size, self.rounds)
+        pong(own.source(self.grant), self.device, self.rounds)
         return None
 
 
-def _add(own: WorkerState) -> float:
-    """Measure what it costs to add in order."""
-    try:
-        return adding_here(CPU, own.lend)
-    finally:
-        own.empty()
+@dataclass(frozen=True)
+class _Adding:
+    """Measure what it costs to add in order on this device."""
+
+    device: torch.device
+
+    def __call__(self, own: WorkerState) -> float:
+        own.work_on(self.device)
+        try:
+            return adding_here(self.device, own.lend)
+        finally:
+            own.empty()
 
 
 def _idle(own: WorkerState) -> None:

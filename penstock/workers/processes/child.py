@@ -75,6 +75,7 @@ def _live(worker: int, workers: int, control: int, board: int) -> None:
         while True:
             own.serve()
     except Gone:
+        own.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # whatever the user's modules have started does not hold it up

@@ -292,7 +292,7 @@ class Remote:
         self._unchanged.check()
         self._shared.check(self._place)
 
-    def move_norms(self, seen: Sequence[Mapping[int, Mapping[int, list[Statistics]]]]) -> None:
+    def move_batchnorms(self, seen: Sequence[Mapping[int, Mapping[int, list[Statistics]]]]) -> None:
         """Move running statistics by those that replicas have seen, see `Outcome.statistics`."""
         every: dict[Any, dict[int, list[Statistics]]] = {}
         for of_replica in seen:

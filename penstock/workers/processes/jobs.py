@@ -19,6 +19,7 @@ from penstock.capture.calls import Sizes
 from penstock.capture.randomness import Key as RandomKey
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
+from penstock.devices.kind import Kind
 from penstock.devices.settings import Settings
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
@@ -47,7 +48,7 @@ from penstock.workers.processes.following import News, follow
 from penstock.workers.processes.remembering import Found, Key
 from penstock.workers.processes.shared_model import Crossing, Gradients, Package, Shared
 from penstock.workers.processes.turns import Turnstile
-from penstock.workers.processes.worker_state import CPU, WorkerState, loading
+from penstock.workers.processes.worker_state import WorkerState, loading
 from penstock.workers.ways import modules_of
 
 End = tuple[Literal["sink", "source", "local"], int]
@@ -75,13 +76,15 @@ class Modes:
     torchvision: bool
 
     @classmethod
-    def here(cls, threads: int, workers: int, keep_freed_memory: bool) -> Modes:
-        """Those of this process, for so many workers."""
+    def here(
+        cls, threads: int, workers: int, keep_freed_memory: bool, kind: Kind | None = None
+    ) -> Modes:
+        """Those of this process, for so many workers, and of a kind of device."""
         return cls(
             threads,
             workers > len(os.sched_getaffinity(0)),
             keep_freed_memory,
-            Settings.here(),
+            Settings.here(kind),
             tolerates_missing_torchvision_operators(),
         )
 
@@ -170,11 +173,12 @@ class Build:
     def __call__(self, own: WorkerState) -> None:
         """Build them; whatever was here before is gone."""
         own.empty()
+        own.work_on(self.member.device)
         own.place = self.member.place
         links: dict[int, Any] = {}
         for k, (kind, grant) in self.ends.items():
             if kind == "local":
-                links[k] = LocalLink(CPU, CPU)
+                links[k] = LocalLink(own.device, own.device)
             else:
                 weights = own.weights[k] = Weights()
                 end = own.sink if kind == "sink" else own.source
@@ -188,7 +192,7 @@ class Build:
             in_order = self._in_order(own, turnstile)
             own.replica = Replica(replica, self.plan.weights, replica * count, in_order)
         for training in (True, False):
-            devices = [CPU] * count
+            devices = [own.device] * count
             residents = {own.place: own.residents}
             own.assemblies[training] = Assembly(
                 self.plan, devices, links, [own.place], own.replica, residents
@@ -253,6 +257,10 @@ def take(own: WorkerState, packages: Sequence[Package]) -> None:
 
 def mapped(own: WorkerState, package: Package) -> Iterator[tuple[Shared, torch.Tensor]]:
     """The tensors of a package, and where they are."""
+    if package.grant < 0:
+        for shared in package.tensors:
+            yield shared, shared.shared
+        return
     segment = own.segment(package.grant, package.size)
     tensors = segment.tensors([shared.place for shared in package.tensors])
     yield from zip(package.tensors, tensors, strict=True)
@@ -271,7 +279,7 @@ class RunPass:
         forgotten: modes and numbers of batches that will not come back.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
-        tells: whether to say what forwards have left in modules.
+        reports_memory: whether to say what forwards have left in modules.
         kind: a number by which a `RunLike` refers to it, if one may.
     """
 
@@ -283,7 +291,7 @@ class RunPass:
     forgotten: Sequence[tuple[bool, int]]
     settings: Settings | None
     wanted: Sequence[int] | None = None
-    tells: bool = False
+    reports_memory: bool = False
     kind: int | None = None
 
     def of(self, replica: Replica) -> RunPass:
@@ -293,15 +301,15 @@ class RunPass:
         share, _ = replica.part_of(self.order.replica, len(self.order.microbatches))
         values = [v if k in share else () for k, v in enumerate(self.order.values)]
         gradients = {k: g for k, g in self.order.gradients.items() if k in share}
-        return replace(self, order=replace(self.order, values=values, gradients=gradients))
+        return replace(self, order=self.order.changed(values=values, gradients=gradients))
 
     def __call__(self, own: WorkerState) -> Outcome:
         """What has come of it; gradients are in the slot."""
         if self.settings is not None:
             self.settings.apply()
         with loading():
-            loss: Loss | None = unpack(*self.loss) if self.loss else None
-            attributes: News = unpack(*self.attributes) if self.attributes else {}
+            loss: Loss | None = unpack(*self.loss, own.device_for) if self.loss else None
+            attributes: News = unpack(*self.attributes, own.device_for) if self.attributes else {}
         for mode, number in self.forgotten:
             own.assemblies[mode].forget(number)
         if self.training is not None:
@@ -312,9 +320,9 @@ class RunPass:
         if self.gradients is not None:
             own.begin(self.gradients)
         if self.kind is not None:
-            own.kinds[self.kind] = replace(self.order, microbatches=(), values=())
+            own.kinds[self.kind] = self.order.changed(microbatches=(), values=())
         assembly = own.assemblies[self.order.training]
-        order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
+        order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
         has_work = bool(own.replica.part_of(order.replica, len(order.microbatches))[0])
         keeping = unchanged(loss) if own.replica.of > 1 else nullcontext()
         try:
@@ -335,7 +343,7 @@ class RunPass:
             own.put_memory_back()
         if order.goes_back:
             own.end()
-        if self.tells:
+        if self.reports_memory:
             outcome.memory = own.memory.found()
         return outcome
 
@@ -373,8 +381,7 @@ class RunLike:
         """What has come of it."""
         microbatch = MicroBatch(self.sizes, RandomKey(*self.key), self.way, States(*self.states))
         values = () if self.values is None else (self.values,)
-        order = replace(
-            own.kinds[self.kind],
+        order = own.kinds[self.kind].changed(
             number=self.number,
             microbatches=(microbatch,),
             values=values,

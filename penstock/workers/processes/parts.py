@@ -101,6 +101,10 @@ class RemoteParts:
         places, shared = self._access.places, self._access.shared
         try:
             steps = [job(place) for place in range(1 + max(places))]
+        except BaseException:
+            shared.doubt()  # what they were to be told is lost
+            raise
+        try:
             return self._access.run([steps[place] for place in places], True)
         finally:  # some may have, whatever happened
             for place, owned in zip(places, self._owners, strict=True):

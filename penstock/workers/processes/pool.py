@@ -58,7 +58,7 @@ class _Process:
             # In a group of its own, a Ctrl-C of the terminal does not reach it, and what it
             # starts can be ended with it.
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", command],
+                [sys.executable, *(f"-W{each}" for each in sys.warnoptions), "-c", command],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 process_group=0,
@@ -185,6 +185,7 @@ class ProcessPool(Pool):
             not suffice.
         keeps_survivors: if a process ends, whether the others wait for `survivors`.
         spares: how many more processes wait, to be among the survivors.
+        leave: seconds that they have to end by themselves, when they are dismissed.
 
     Attributes:
         board: where the processes note what they do.
@@ -203,6 +204,7 @@ class ProcessPool(Pool):
         survivors: Survivors | None = None,
         keeps_survivors: bool = False,
         spares: int = 0,
+        leave: float = _LEAVE,
     ) -> None:
         super().__init__(count, _GRACE, reset)
         self.board = new_board(count)
@@ -212,7 +214,7 @@ class ProcessPool(Pool):
         self._processes: list[_Process] = []
         self._spares: list[_Process] = []
         self._grants = 0
-        self._leave = [_LEAVE]
+        self._leave = [leave]
         every = self._processes, self._spares
         self._finalizer = weakref.finalize(self, _dismiss_all, every, self._leave)
         disown_in_forks(self)
@@ -375,7 +377,7 @@ class ProcessPool(Pool):
         """The value or the error of a report, with its tensors from shared memory."""
         try:
             tensors = self._processes[worker].borrower.borrow(report.tensors, fd)
-            value = unpack(report.value, tensors)
+            value = unpack(report.value, tensors, _as_there)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be unpacked in this process.")
             return Result(None, error)
@@ -505,6 +507,11 @@ class ProcessPool(Pool):
         for process in (*self._processes, *self._spares):
             process.let_go()
             process.wire.close()
+
+
+def _as_there(device: torch.device) -> torch.device:
+    """What a worker has sent from a device is wanted on the same one: both call it the same."""
+    return device
 
 
 def _dismiss_all(groups: Sequence[Sequence[_Process]], leave: list[float]) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -19,13 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.devices.kinds import kind_of
 from penstock.errors import InputError
 from penstock.links.segment import Place, Segment, fill, place_of
 from penstock.links.shared_memory import Slots
+from penstock.torch_internals import storage_uses
 from penstock.workers.ownership import conflict
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dictionaries, or None
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
+_ALONE = storage_uses(torch.empty(1))
 
 Grant = Callable[[int, int], int]
 """Sends the workers at a place a file descriptor; returns the number under which they have it."""
@@ -41,6 +45,7 @@ class Shared:
         is_parameter: whether it is a parameter.
         attributes: those that the user has set on it.
         hooks: of its gradient: those that see it, and those that are called once it is added up.
+        shared: itself, if it is on a device other than the CPU, see `Kind.shared` in `devices/`.
     """
 
     number: int
@@ -48,6 +53,7 @@ class Shared:
     is_parameter: bool
     attributes: dict[str, Any]
     hooks: tuple[Sequence[Any], Sequence[Any]]
+    shared: Any = None
 
     def tensor(self, memory: torch.Tensor) -> torch.Tensor:
         """The worker's own tensor for this memory."""
@@ -64,7 +70,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Package:
-    """Tensors for a worker: the segment's number and size, and what is in it."""
+    """Tensors for a worker: the segment's number and size, and what is in it.
+
+    Those on a device other than the CPU are in no segment, whose number is -1 then.
+    """
 
     grant: int
     size: int
@@ -91,13 +100,13 @@ class Memory:
 
     Attributes:
         tensor: the tensor.
-        segment: in which it is, with its file descriptor.
+        segment: in which it is, with its file descriptor; `None` on a device other than the CPU.
         place: where in it.
         address: of its first element in this process, when it came there.
     """
 
     tensor: torch.Tensor
-    segment: Segment
+    segment: Segment | None
     place: Place
     address: int
 
@@ -107,6 +116,10 @@ class Memory:
         return self.tensor.data_ptr() == self.address
 
 
+NewSlot = tuple[int, int, list[Place], Sequence[Any]]
+"""A segment's grant and size, the places in it, and the tensors that are not in it but shared."""
+
+
 @dataclass(frozen=True)
 class Gradients:
     """What a worker has to know of the gradients before a pass.
@@ -114,7 +127,8 @@ class Gradients:
     Attributes:
         slot: the number of the segment for them.
         news: that segment's grant and size, and the places in it, if it is new. At the last one is
-            a byte for each parameter: whether it has a gradient there.
+            a byte for each parameter: whether it has a gradient there. Gradients on a device other
+            than the CPU are not in it, and follow.
         present: the numbers of the parameters that have a gradient now.
         requires_grad: for every parameter, if that has changed.
         written: the numbers of tensors that the driver has changed in place since it last said so.
@@ -122,7 +136,7 @@ class Gradients:
     """
 
     slot: int = -1
-    news: tuple[int, int, list[Place]] | None = None
+    news: NewSlot | None = None
     present: tuple[int, ...] = ()
     requires_grad: tuple[bool, ...] | None = None
     written: tuple[int, ...] = ()
@@ -135,41 +149,46 @@ class _Versions:
 
     Attributes:
         tensors: which.
-        told: as the workers were told.
+        sent: as the workers were told.
         known: and as they certainly know.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
 
     def add(self, tensor: torch.Tensor) -> None:
         """One more, which they know as it is."""
         self.tensors.append(tensor)
-        self.told.append(_version(tensor))
-        self.known.append(self.told[-1])
+        self.sent.append(_version(tensor))
+        self.known.append(self.sent[-1])
 
     def written(self) -> tuple[int, ...]:
         """The tensors that were changed in place since this was last asked."""
         now = list(map(_version, self.tensors))
-        if now == self.told:
+        if now == self.sent:
             return ()
-        before, self.told = self.told, now
+        before, self.sent = self.sent, now
         return tuple(k for k, version in enumerate(before) if version != now[k])
 
     def confirm(self) -> None:
         """What they were told has arrived."""
-        self.known = list(self.told)
+        self.known = list(self.sent)
 
     def doubt(self) -> None:
         """What they were told may be lost."""
-        self.told = list(self.known)
+        self.sent = list(self.known)
 
 
 @dataclass
 class _Part:
-    """The tensors of the workers at a place, and the slots for their gradients."""
+    """The tensors of the workers at a place, and the slots for their gradients.
 
+    On a device other than the CPU there is one slot, and another one once the user keeps what is in
+    it: gradients are tensors there that each have their memory.
+    """
+
+    device: torch.device
     versions: _Versions = field(default_factory=_Versions)  # of the tensors
     crossing: _Versions = field(default_factory=_Versions)  # of those of others that they see
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -182,6 +201,7 @@ class _Part:
     addresses: list[int] = field(default_factory=list)  # of the tensors
     hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
+    _made_slots: int = 0  # on a device other than the CPU
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -193,6 +213,61 @@ class _Part:
         if not self._gradients and self.memory is not None:
             self._gradients = [place.alone(self.memory) for place in self.places[:-1]]
         return self._gradients
+
+    def lay_out(self) -> None:
+        """Have other parameters than before, or more."""
+        self.parameters = [t for t in self.tensors if isinstance(t, nn.Parameter)]
+        self.places, self.size = _consecutive(self.parameters if self._are_in_segments else [])
+        present = torch.empty(len(self.parameters), dtype=torch.uint8)
+        self.places.append(place_of(present, self.size))
+        self.size = self.places[-1].end
+        self.let_go()
+        self.slot, self.slots = -1, Slots()
+
+    def renew(self, has_gradients: bool, grant: Callable[[int], int]) -> NewSlot | None:
+        """Have a slot for the gradients of the next pass.
+
+        Args:
+            has_gradients: whether a parameter has one already.
+            grant: sends the workers a file descriptor.
+
+        Returns:
+            what they have to know of it, if it is new to them.
+        """
+        if self.slot >= 0 and self._suits(has_gradients) and not self.is_kept():
+            return None
+        self.let_go()  # whoever else refers to them now keeps their memory
+        if not self.parameters:
+            return None
+        if self._are_in_segments:
+            self.slot, segment, is_new = self.slots.lend(self.size)
+        else:
+            self.slot = -1  # unless there is memory for all of it
+            self._gradients, segment, is_new = self._made(), Segment(self.size), True
+            self.slot, self._made_slots = self._made_slots, self._made_slots + 1
+        self.memory = segment.borrow()
+        if not is_new:
+            return None
+        shared = [kind_of(self.device).shared(gradient) for gradient in self._gradients]
+        new = grant(segment.fd), segment.size, self.places, shared
+        segment.close()
+        return new
+
+    @property
+    def _are_in_segments(self) -> bool:
+        return self.device.type == "cpu"
+
+    def _made(self) -> list[torch.Tensor]:
+        """Memory for the gradients of all parameters that ask for one."""
+        with torch.inference_mode(False):
+            return [_room_for(parameter) for parameter in self.parameters]
+
+    def _suits(self, has_gradients: bool) -> bool:
+        """Whether the slot that is there is one for the next pass: there are free ones on CPUs."""
+        if self._are_in_segments:
+            return has_gradients
+        pairs = zip(self.parameters, self._gradients, strict=True)
+        return all(gradient.numel() or not p.requires_grad for p, gradient in pairs if p.numel())
 
     def note(self, present: Sequence[int]) -> None:
         """Write into the slot which parameters have a gradient."""
@@ -211,7 +286,11 @@ class _Part:
         """Whether a gradient is no longer its parameter's, and the user keeps it as it is."""
         numbers = range(len(self._gradients))
         left = [k for k in numbers if self.parameters[k].grad is not self._gradients[k]]
-        return any(sys.getrefcount(self._gradients[k]) > _OWN for k in left)
+        if any(sys.getrefcount(self._gradients[k]) > _OWN for k in left):
+            return True
+        return not self._are_in_segments and any(
+            storage_uses(self._gradients[k]) > _ALONE for k in left
+        )
 
     def let_go(self) -> None:
         """Drop the references to the slot that this part had."""
@@ -222,7 +301,7 @@ class SharedModel:
     """The driver's side.
 
     Args:
-        places: how many workers a replica has.
+        devices: of the workers of a replica.
         replicas: how many there are.
         grant: sends them memory.
         memories: where workers that were there before have shared tensors, by id; these stay there.
@@ -233,7 +312,7 @@ class SharedModel:
 
     def __init__(
         self,
-        places: int,
+        devices: Sequence[torch.device],
         replicas: int,
         grant: Grant,
         memories: Mapping[int, Memory] | None = None,
@@ -241,7 +320,8 @@ class SharedModel:
         self.memories = dict(memories or {})
         self._grant = grant
         self._is_replicated = replicas > 1
-        self._parts = [_Part() for _ in range(places)]
+        self._is_renewed = False
+        self._parts = [_Part(device) for device in devices]
         self._owners: dict[int, tuple[int, int]] = {}  # by id: the place, and its number there
         self._crossing: dict[int, int] = {}  # by id: the numbers of those that several see
 
@@ -270,7 +350,7 @@ class SharedModel:
         """Move tensors to where the workers at a place see them; those that are there stay.
 
         Raises:
-            InputError: another worker has one, or one is not on the CPU.
+            InputError: another worker has one, or one is not on the worker's device.
         """
         part = self._parts[place]
         known = (t for t in tensors if self._owners.get(id(t), (-1, 0))[0] != place)
@@ -283,28 +363,32 @@ class SharedModel:
         packages: dict[int, Package] = {}
         for tensor in new:
             memory, number = self.memories[id(tensor)], len(part.tensors)
-            segment = memory.segment
-            if id(segment) not in packages:
-                grant = self._grant(place, segment.fd)
-                packages[id(segment)] = Package(grant, segment.size, [])
-            packages[id(segment)].tensors.append(described(number, tensor, memory.place))
+            package = self._package(place, memory.segment, packages)
+            shared = described(number, tensor, memory.place)
+            if memory.segment is None:
+                shared = replace(shared, shared=kind_of(tensor.device).shared(tensor))
+            package.tensors.append(shared)
             part.versions.add(tensor)
             part.addresses.append(memory.address)
             self._owners[id(tensor)] = place, number
         part.hooks += hooks_of_tensors(new)
-        part.parameters = [t for t in part.tensors if isinstance(t, nn.Parameter)]
-        part.places, part.size = _consecutive(part.parameters)
-        present = torch.empty(len(part.parameters), dtype=torch.uint8)
-        part.places.append(place_of(present, part.size))
-        part.size = part.places[-1].end
-        part.let_go()
-        part.slot, part.slots = -1, Slots()
+        part.lay_out()
         return list(packages.values())
+
+    def _package(
+        self, place: int, segment: Segment | None, packages: dict[int, Package]
+    ) -> Package:
+        """That of these packages in which the tensors of a segment go to the workers at a place."""
+        if id(segment) not in packages:
+            grant = -1 if segment is None else self._grant(place, segment.fd)
+            packages[id(segment)] = Package(grant, segment.size if segment else 0, [])
+        return packages[id(segment)]
 
     def show(self, place: int, links: Mapping[int, Sequence[torch.Tensor]]) -> Crossing:
         """Let the workers at a place name tensors to others, or be named them.
 
-        Those that are nowhere in memory that is shared are left out.
+        Those that are nowhere in memory that is shared are left out, and those on other devices
+        than the CPU.
 
         Args:
             place: of the workers.
@@ -314,18 +398,14 @@ class SharedModel:
         numbers: dict[int, dict[int, int | None]] = {stage: {} for stage in links}
         packages: dict[int, Package] = {}
         for stage, tensor in ((stage, t) for stage, tensors in links.items() for t in tensors):
-            if not self._is_shared(tensor):
+            if not self._is_shared(tensor) or tensor.device.type != "cpu":
                 continue
             common = self._crossing.setdefault(id(tensor), len(self._crossing))
             numbers[stage][common] = self.number(place, tensor)
             is_new = not any(tensor is known for known in part.crossing.tensors)
             if numbers[stage][common] is None and is_new:
                 memory = self.memories[id(tensor)]
-                package = packages.get(id(memory.segment))
-                if package is None:
-                    grant = self._grant(place, memory.segment.fd)
-                    package = Package(grant, memory.segment.size, [])
-                    packages[id(memory.segment)] = package
+                package = self._package(place, memory.segment, packages)
                 place_of_it = memory.place._replace(requires_grad=False)
                 package.tensors.append(Shared(common, place_of_it, False, {}, ((), ())))
                 part.crossing.add(tensor)
@@ -337,7 +417,15 @@ class SharedModel:
         return memory is not None and memory.tensor is tensor and memory.is_current
 
     def _move(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move tensors to memory that can be shared, one behind the other."""
+        """Move tensors to memory that can be shared, one behind the other.
+
+        That of devices can be where it is.
+        """
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                own = Memory(tensor, None, place_of(tensor, 0), tensor.data_ptr())
+                self.memories[id(tensor)] = own
+        tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         if not tensors:
             return
         places, size = _consecutive(tensors)
@@ -350,10 +438,11 @@ class SharedModel:
     def _check(self, tensor: torch.Tensor, place: int) -> None:
         if id(tensor) in self._owners:
             raise conflict(tensor, self._owners[id(tensor)][0], place)
-        if tensor.device.type != "cpu":
+        if tensor.device != self._parts[place].device:
             raise InputError(
-                f'a parameter is on {tensor.device}; workers="processes" run on the CPU. Use '
-                'workers="threads" for several GPUs in one machine'
+                f"a parameter or buffer of shape {tuple(tensor.shape)} is on {tensor.device}, and "
+                f"its worker process on {self._parts[place].device}: build a new pipeline after "
+                "moving a model"
             )
 
     def check(self, place: int) -> None:
@@ -394,15 +483,8 @@ class SharedModel:
         """Where the gradients of the next pass go, and what of them is there already."""
         part = self._parts[place]
         present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
-        news = None
-        if not present or part.slot < 0 or part.is_kept():
-            part.let_go()  # whoever else refers to them now keeps their memory
-            if part.size:
-                part.slot, segment, is_new = part.slots.lend(part.size)
-                part.memory = segment.borrow()
-                if is_new:
-                    news = self._grant(place, segment.fd), segment.size, part.places
-                    segment.close()
+        news = part.renew(bool(present), partial(self._grant, place))
+        self._is_renewed |= news is not None
         slots = part.gradients() if present else []
         others = [k for k in present if part.parameters[k].grad is not slots[k]]
         given = [part.parameters[k].grad for k in others]
@@ -418,6 +500,11 @@ class SharedModel:
         crossing = tuple(self._crossing[id(part.crossing.tensors[k])] for k in crossing)
         return Gradients(part.slot, news, present, changed_to, written, crossing)
 
+    def renewed(self) -> bool:
+        """Whether there were new slots since this was last asked."""
+        is_renewed, self._is_renewed = self._is_renewed, False
+        return is_renewed
+
     def stepped(self, place: int, parameters: Iterable[torch.Tensor]) -> None:
         """Let autograd here know that a worker has changed these in place."""
         part = self._parts[place]
@@ -426,7 +513,7 @@ class SharedModel:
         for parameter in changed:
             number = self.number(place, parameter)
             if number is not None and not self._is_replicated:  # others do not
-                part.versions.told[number] += 1  # the worker knows this one
+                part.versions.sent[number] += 1  # the worker knows this one
 
     def confirm(self) -> None:
         """What the workers were told has arrived, all of it."""
@@ -485,3 +572,11 @@ def described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
     hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     seen, added = (list(found.values()) if found else [] for found in hooks)
     return Shared(number, place, is_parameter, dict(tensor.__dict__), (seen, added))
+
+
+def _room_for(parameter: nn.Parameter) -> torch.Tensor:
+    """Memory for its gradient, which lies as it does; none if it asks for no gradient."""
+    shape, stride = parameter.shape, parameter.stride()
+    if not parameter.requires_grad:
+        shape, stride = torch.Size([0]), (1,)
+    return torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,14 @@ from torch.optim import Optimizer
 
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
+from penstock.devices.kinds import kind_of
+from penstock.devices.streams import on
 from penstock.engine.orders import Order
 from penstock.engine.replicas import ONLY, Adding
 from penstock.engine.residents import Residents
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
-from penstock.links.pickling import Inbox, pack, portable, unpack
+from penstock.links.pickling import DeviceFor, Inbox, pack, portable, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
 from penstock.links.weights import Weights
@@ -67,6 +70,7 @@ class WorkerState:
 
     Attributes:
         worker: its number.
+        device: where its stages are.
         place: which of its replica's workers it is.
         replica: whose stages it runs.
         turnstile: makes turns, if there are several replicas.
@@ -101,10 +105,12 @@ class WorkerState:
         self._jobs: deque[tuple[int, Callable[[WorkerState], Any]]] = deque()
         self._grants: dict[int, int] = {}
         self._bells: Bells | None = None
+        self._current = ExitStack()  # the device that is this thread's current one
         self.empty()
 
     def empty(self) -> None:
         """Have nothing, as at the beginning."""
+        self.work_on(CPU)
         self.place = 0
         self.replica = ONLY
         self.turnstile: Turnstile | None = None
@@ -145,6 +151,19 @@ class WorkerState:
         self._grants.clear()
         self.worker, self.record = worker, record
 
+    def leave(self) -> None:
+        """Let go of what others would keep for this process, which ends."""
+        if self.device.type != "cpu":  # whose memory is counted, as other processes have it, too
+            self.empty()
+            gc.unfreeze()
+            gc.collect()
+
+    def work_on(self, device: torch.device) -> None:
+        """Have stages, and ends of links, on this device from now on."""
+        self.device = device
+        self._current.close()
+        self._current.enter_context(on(device))
+
     def serve(self) -> None:
         """Do the next job that the driver gives, and report; waits for it.
 
@@ -161,8 +180,11 @@ class WorkerState:
         failed, value = False, None
         try:
             value = job(self)
+            self._wait_for_device()
         except BaseException as error:
             failed, value = True, portable(_named(error, self.worker, doing))
+            with suppress(RuntimeError):  # if the device has failed, that is the error
+                self._wait_for_device()
         del job
         self.record.note(0)
         try:
@@ -178,11 +200,20 @@ class WorkerState:
         message: Give | GiveUp | Grant = pickle.loads(data)
         if isinstance(message, Give):
             tensors = self._borrower.borrow(message.tensors, fd)
-            self._jobs.append((message.dispatch, _unpacked(message.job, tensors)))
+            self._jobs.append((message.dispatch, _unpacked(message.job, tensors, self.device_for)))
         elif isinstance(message, GiveUp):
             self._given_up = message.dispatch
         else:
             self._grants[message.number] = fd
+
+    def device_for(self, device: torch.device) -> torch.device:
+        """What was on any device but the CPU is wanted on this worker's."""
+        return self.device
+
+    def _wait_for_device(self) -> None:
+        """Until it has done what the driver will see."""
+        if kind_of(self.device).has_streams:
+            kind_of(self.device).synchronize(self.device)
 
     def _report(self, failed: bool, value: Any) -> None:
         """Tell the driver what has come of the job."""
@@ -239,8 +270,12 @@ class WorkerState:
         """
         self._slot = gradients.slot
         if gradients.news is not None:
-            grant, size, places = gradients.news
-            self.slots[self._slot] = Slot.of(self.segment(grant, size).tensors(places))
+            grant, size, places, shared = gradients.news
+            tensors = self.segment(grant, size).tensors(places)
+            if shared:
+                self.slots.clear()  # others are not used again
+                tensors = [*shared, *tensors]
+            self.slots[self._slot] = Slot.of(tensors)
         parameters, slot = self._parameters(), self.slots.get(self._slot, NO_SLOT)
         if gradients.requires_grad is not None:
             for parameter, wanted in zip(parameters, gradients.requires_grad, strict=True):
@@ -470,7 +505,7 @@ class WorkerState:
                 self._wait(outgoing, wire.fileno())
 
         sender = Sender(wire, self, wait_for_room, out)
-        return sender, Receiver(wire, self, CPU, wait_for_values, come)
+        return sender, Receiver(wire, self, self.device, wait_for_values, come)
 
     def _wait(self, poller: select.poll, fd: int) -> None:
         """Wait until there is something at `fd`, and listen to the driver meanwhile."""
@@ -505,11 +540,11 @@ def _give_up(own: WorkerState) -> None:
     raise Aborted
 
 
-def _unpacked(data: bytes, tensors: Sequence[Any]) -> Callable[[WorkerState], Any]:
-    """The job; or one that says why it cannot be unpacked."""
+def _unpacked(data: bytes, tensors: Sequence[Any], to: DeviceFor) -> Callable[[WorkerState], Any]:
+    """The job, whose tensors are brought `to` devices; or one that says why it is not possible."""
     try:
         with loading():
-            job: Callable[[WorkerState], Any] = unpack(data, tensors)
+            job: Callable[[WorkerState], Any] = unpack(data, tensors, to)
     except Exception as error:
         failure = error
 

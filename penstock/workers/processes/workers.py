@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 
 from penstock.capture.attributes import find, named_tensors
 from penstock.capture.trees import tree_leaves
+from penstock.devices.kinds import kind_of
 from penstock.devices.settings import Settings
+from penstock.devices.streams import with_streams
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
@@ -83,7 +85,7 @@ class ProcessWorkers(Workers):
         plan: what they run.
         model: whose stages; its tensors are moved to shared memory.
         pool: who runs them; they are dismissed by `close`.
-        devices: of every worker; all are the CPU.
+        devices: of every worker.
         timeout: seconds that a pass may take.
         modes: of every process.
         memories: where workers that were there before have shared the model's tensors.
@@ -118,9 +120,12 @@ class ProcessWorkers(Workers):
         self.homes = [devices[worker] for worker in plan.placement]
         pairs = pairwise(plan.placement)
         self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
-        self._shared = SharedModel(len(self._places), plan.replicas, self._grant, memories)
+        self._with_streams = with_streams(devices)
+        self._accelerator = kind_of(self._with_streams[0]) if self._with_streams else None
+        of_places = devices[: len(self._places)]
+        self._shared = SharedModel(of_places, plan.replicas, self._grant, memories)
         self._remotes = [Remote(place, self._shared, model) for place in self._places]
-        self._settings = self._told = modes.settings
+        self._settings = self._sent_settings = modes.settings
         self._settings_changed = False
         self._kinds: dict[tuple[Any, ...], int] = {}  # of orders that the processes have all seen
         self._ran = Before()
@@ -238,6 +243,7 @@ class ProcessWorkers(Workers):
                 cut - 1: [find(self._model, name) for name in names.values()]
                 for cut, names in way.crossing.items()
                 if (placement[cut - 1] == place) != (placement[cut] == place)
+                and self._are_cpus(placement[cut - 1], placement[cut])
             }
             return AddWay(packages, packed, outbox.pack(modules), turns, remote.show(links))
         except Exception as error:
@@ -245,6 +251,9 @@ class ProcessWorkers(Workers):
                 f"the stages of worker {place} cannot be sent to its process: "
                 f'{type(error).__name__}: {error}. Use workers="threads"'
             ) from error
+
+    def _are_cpus(self, *places: int) -> bool:
+        return all(self.devices[place].type == "cpu" for place in places)
 
     # -- passes ---------------------------------------------------------------------------
 
@@ -254,7 +263,7 @@ class ProcessWorkers(Workers):
         self._losses.note(order.loss)
         loss = None if order.loss is None else packed_loss(order.loss, order.what == "train")
         replicas, count = self._plan.replicas, len(order.microbatches)
-        order = replace(order, before=self._ran) if replicas > 1 else order
+        order = order.changed(before=self._ran) if replicas > 1 else order
         try:
             backups = [self.ownership.backup(place, order.goes_back) for place in self._places]
             self._backups.begin(order.number, backups)
@@ -262,11 +271,11 @@ class ProcessWorkers(Workers):
             self._passes += 1
             jobs: Sequence[Job] = [] if forgotten else self._brief(order)
             if not jobs:
-                before, self._told = self._told, Settings.here()
-                self._settings_changed |= self._told != self._settings
+                before, self._sent_settings = self._sent_settings, Settings.here(self._accelerator)
+                self._settings_changed |= self._sent_settings != self._settings
                 passes = [self._pass(k, order, loss, forgotten) for k in self._places]
-                news = [told for p in passes for told in (p.training, p.attributes)]
-                self.times_told += any(n is not None for n in news) or self._told != before
+                news = [each for p in passes for each in (p.training, p.attributes)]
+                self.times_sent += any(n is not None for n in news) or self._sent_settings != before
                 jobs = [
                     passes[member.place].of(Replica(member.replica, self._plan.weights))
                     for member in self.members
@@ -296,15 +305,15 @@ class ProcessWorkers(Workers):
         remote.check()
         is_first, is_last = placement[0] == place, placement[-1] == place
         return RunPass(
-            order=replace(order.part(is_first, is_last), loss=None, wanted=None),
+            order=order.part(is_first, is_last).changed(loss=None, wanted=None),
             loss=loss if is_last else None,
             gradients=None if order.what == "infer" else self._shared.before(place),
             training=remote.training(),
             attributes=packed_news(remote.news(), remote.modules),
             forgotten=forgotten,
-            settings=self._told if self._settings_changed else None,
+            settings=self._sent_settings if self._settings_changed else None,
             wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
-            tells=self._pool.keeps_survivors and self._looks_at_memories(),
+            reports_memory=self._pool.keeps_survivors and self._looks_at_memories(),
             kind=self._kind(order) if order.assumed else None,
         )
 
@@ -332,7 +341,7 @@ class ProcessWorkers(Workers):
         jobs[self._plan.placement[0]] = first
         return jobs
 
-    def is_as_told(self) -> bool:
+    def is_as_sent(self) -> bool:
         """Whether the processes know the model, and the settings of torch, as they are now.
 
         Raises:
@@ -341,7 +350,7 @@ class ProcessWorkers(Workers):
         for remote in self._remotes:
             remote.check()
         is_same = not any(remote.has_news() for remote in self._remotes)
-        return is_same and Settings.here() == self._told
+        return is_same and Settings.here(self._accelerator) == self._sent_settings
 
     def _looks_at_memories(self) -> bool:
         """Whether it is asked after a pass what forwards have left: always, if they ever have.
@@ -362,7 +371,7 @@ class ProcessWorkers(Workers):
                 if order.goes_back:
                     self._shared.after(place)
                 seen = [parts[worker].statistics for worker in self._at(place)]
-                self._remotes[place].move_norms([each for each in seen if each])
+                self._remotes[place].move_batchnorms([each for each in seen if each])
             for worker, part in enumerate(parts):
                 if part.memory or (part.memory is not None and worker in self._memories):
                     self._memories[worker] = _kept(part.memory)
@@ -372,6 +381,8 @@ class ProcessWorkers(Workers):
                 self._shared.confirm()
                 for remote in self._remotes:
                     remote.confirm()
+            if self._shared.renewed():
+                self._release_shared()
             self._backups.drop(order.number)  # last: until then everything can be undone
         except BaseException as error:
             self.give_up(error)
@@ -527,11 +538,13 @@ class ProcessWorkers(Workers):
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """While open, no other thread closes.
+        """While open, no other thread closes. What this process has given to devices is done then.
 
         Raises:
             ClosedError: one does.
         """
+        for device in self._with_streams:
+            kind_of(device).synchronize(device)
         with self._lock:
             if self._closer not in (None, threading.get_ident()):
                 raise closed("close() was called")
@@ -544,11 +557,19 @@ class ProcessWorkers(Workers):
         with self._lock:
             self._closer = me
             is_used = self._pool.under_way and self._starter != me  # that thread hears of it
-        with suppress(PenstockError):  # if they are gone already, so is what they remember
-            for parts in () if is_used else self._parts:
-                parts.keep()
-        self._pool.close()
-        self.board.close()
+        try:
+            with suppress(PenstockError):  # if they are gone already, so is what they remember
+                for parts in () if is_used else self._parts:
+                    parts.keep()
+        finally:
+            self._pool.close()
+            self.board.close()
+            self._release_shared()
+
+    def _release_shared(self) -> None:
+        """Give back memory of devices that workers have let go of."""
+        if self._accelerator is not None:
+            self._accelerator.release_shared()
 
 
 def _kept(found: Mapping[Key, Found]) -> dict[Key, Found]:

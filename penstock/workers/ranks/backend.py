@@ -59,7 +59,7 @@ class RankBackend(Backend):
         """Something that all ranks do; if it fails on one, it fails on all."""
         return self._launch.ranks.operation(what)
 
-    def agree(self, program: Program, plan: Plan | None) -> Plan:
+    def broadcast_plan(self, program: Program, plan: Plan | None) -> Plan:
         """The plan of rank 0."""
         found = self._launch.ranks.end((program.fingerprint, len(program), plan))
         for rank, (fingerprint, calls, _) in enumerate(found):

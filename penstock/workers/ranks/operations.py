@@ -392,7 +392,7 @@ class Ranks:
             self.close("it was interrupted in the midst of a message")
             raise mine.error
         try:
-            verdict = self._judged(mine, only) if self.rank == 0 else self._asked(mine)
+            verdict = self._judged(mine, only) if self.rank == 0 else self._received(mine)
         except BaseException as again:  # an impatient user
             self._what = ""
             self.close(f"{type(again).__name__} came while other ranks were waited for")
@@ -407,7 +407,7 @@ class Ranks:
             raise verdict.error
         return verdict.values
 
-    def _asked(self, mine: Report) -> Verdict:
+    def _received(self, mine: Report) -> Verdict:
         """What rank 0 makes of it."""
         if mine.error is not None:
             error = portable(self._as_others_see(mine.error), self.names[self.rank])

@@ -38,7 +38,7 @@ from penstock.engine.span import OWN_FUNCTIONS, Entry, MicroBatch, Span
 from penstock.engine.stage import Before, Stage
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
-from penstock.links.process_group import Line
+from penstock.links.process_group import GroupEnd
 from penstock.links.shared_memory import Giver, Taker
 from penstock.plan.shares import BUCKET, blocks
 
@@ -77,8 +77,8 @@ class Ring:
         return self.replica + 1 < self.of - 1
 
     def expect(self, kinds: Sequence[Hashable]) -> None:
-        """Which messages are sent next, see `Line.expect`; the one after them is unknown."""
-        if isinstance(self._onward, Line):
+        """Which messages are sent next, see `GroupEnd.expect`; the one after them is unknown."""
+        if isinstance(self._onward, GroupEnd):
             self._onward.expect([*kinds, None])
 
     def send(self, values: Sequence[Any]) -> None:
@@ -489,7 +489,9 @@ def _parameters_of(span: Span) -> list[nn.Parameter]:
     return list(span.module.parameters()) if isinstance(span.module, nn.Module) else []
 
 
-def update_norms(ring: Ring, stages: Sequence[RingStage], update: Callable[[Seen], None]) -> None:
+def update_batchnorms(
+    ring: Ring, stages: Sequence[RingStage], update: Callable[[Seen], None]
+) -> None:
     """Update running statistics with those that BatchNorms of all replicas have seen in a pass.
 
     Args:

@@ -171,7 +171,7 @@ class _Belled(Ringing):
     """
 
     def __init__(self, number: int, bell: int) -> None:
-        super().__init__(number)
+        super().__init__(number, 1)
         self._bell = bell
 
     def report(self, worker: int, result: Result) -> None:

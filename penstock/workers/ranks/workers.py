@@ -35,7 +35,7 @@ from penstock.engine.state import Backups
 from penstock.errors import InputError
 from penstock.links.link import Gradients
 from penstock.links.local import LocalLink
-from penstock.links.process_group import Line
+from penstock.links.process_group import GroupEnd
 from penstock.links.shared_memory import Giver, Receiver, Sender, Sink, Source, Taker
 from penstock.links.wire import Wire
 from penstock.plan import Plan
@@ -65,7 +65,7 @@ from penstock.workers.ranks.ring import (
     Ring,
     RingStage,
     share_weights,
-    update_norms,
+    update_batchnorms,
     used_by_several,
 )
 from penstock.workers.ranks.stale import StaleCopy
@@ -141,7 +141,7 @@ class RankWorkers(Workers):
             name=launch.ranks.names[launch.ranks.rank],
         )
         self.board, self._record = self._noted()
-        self._lines: list[Line] = []
+        self._group_ends: list[GroupEnd] = []
         self._groups: LinkGroups | None = None
         self._wires: list[Wire] = []
         self._writer: Thread | None = None
@@ -234,9 +234,9 @@ class RankWorkers(Workers):
         self._wires.append(wire)
         wait, left = partial(self._thread.wait_for, wire), self._thread.left
         if k in groups.peers:
-            line = Line(wire, groups.peers[k], self._thread, self._device, wait, left)
-            self._lines.append(line)
-            return line, line
+            end = GroupEnd(wire, groups.peers[k], self._thread, self._device, wait, left)
+            self._group_ends.append(end)
+            return end, end
         room = partial(self._thread.wait_for_room, wire)
         return Sender(wire, self._thread, room), Receiver(wire, self._thread, self._device, wait)
 
@@ -402,10 +402,10 @@ class RankWorkers(Workers):
             (*like, m.way, tuple(m.sizes.items()), brings and not k)
             for k, m in enumerate(self._mine(order))
         ]
-        for line in self._lines:
-            line.expect(kinds)
+        for end in self._group_ends:
+            end.expect(kinds)
         part = order.part(self.role.has_inputs, self.role.has_loss)
-        part = replace(part, wanted=self.ownership.own(self._place, order.wanted))
+        part = part.changed(wanted=self.ownership.own(self._place, order.wanted))
         assembly = self._assemblies[order.training]
         if self._ring is None or self._total is None:
             with own_casts():
@@ -426,7 +426,7 @@ class RankWorkers(Workers):
                 self._total.finish()
             if order.what != "backward":
                 stages = [s for s in assembly.stages.values() if isinstance(s, RingStage)]
-                update_norms(self._ring, stages, move if self._deferred else replay)
+                update_batchnorms(self._ring, stages, move if self._deferred else replay)
         return outcome
 
     def _mine(self, order: Order) -> Sequence[MicroBatch]:

@@ -24,7 +24,7 @@ from penstock.links.wire import SPIN
 from penstock.workers.processes.remembering import Memory
 from penstock.workers.processes.worker_state import loading
 from penstock.workers.ray.copies import ActorCopies
-from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
+from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.rank import ActorRank
 
 _FRAMES = 4  # of the stack of a worker that is late
@@ -203,12 +203,12 @@ class Actor:
         self._lock = threading.Lock()  # of the numbers of jobs
         self._thread = 0
 
-    def do(self, number: int, parcel: Parcel) -> tuple[bool, Parcel]:
+    def do(self, number: int, packed: Pickled) -> tuple[bool, Pickled]:
         """Do a job.
 
         Args:
             number: of the jobs that all workers have been given together.
-            parcel: the job.
+            packed: the job.
 
         Returns:
             whether it failed; and the result, or the error.
@@ -221,15 +221,15 @@ class Actor:
                 if own.is_given_up():
                     raise Aborted
             with loading():
-                job: Callable[[ActorState], Any] = unwrapped(parcel)
+                job: Callable[[ActorState], Any] = unpickled(packed)
             found, failed = job(own), False
             del job
         except BaseException as error:  # a sys.exit() in a module must not end the actor
             found, failed = portable(error, f"worker {own.worker}"), True
         try:
-            return failed, wrapped(found)
+            return failed, pickled(found)
         except Exception as error:
-            return True, wrapped(portable(_unsent(error, own.worker)))
+            return True, pickled(portable(_unsent(error, own.worker)))
 
     def give_up(self, number: int) -> None:
         """Give up this job and those before it; runs beside them, and may come after them."""
@@ -244,13 +244,13 @@ class Actor:
         """Send another actor copies from now on, see `ActorCopies`."""
         self._state.copies.have_buddy(membership, worker, buddy, number, has_twins)
 
-    def hold(self, membership: int, worker: int, parcel: Parcel) -> bool:
+    def hold(self, membership: int, worker: int, packed: Pickled) -> bool:
         """Keep a copy of what another worker has, see `ActorCopies`; runs beside the jobs."""
-        return self._state.copies.hold(membership, worker, parcel)
+        return self._state.copies.hold(membership, worker, packed)
 
-    def copy_of(self, worker: int, number: int) -> Parcel:
+    def copy_of(self, worker: int, number: int) -> Pickled:
         """The copy of this number of what a worker has, if it is here; runs beside the jobs."""
-        return wrapped(self._state.copies.copy_of(worker, number))
+        return pickled(self._state.copies.copy_of(worker, number))
 
     def look(self) -> tuple[str, Reading]:
         """The stack of the thread that does jobs, and what the rank is doing; runs beside them."""

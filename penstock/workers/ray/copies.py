@@ -26,7 +26,7 @@ from penstock.capture.equality import same_tensor
 from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
 from penstock.workers.processes.remembering import Memory
-from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
+from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 
 VALUE, GRADIENT, STATE, PART, MEMORY = "value", "gradient", "state", "part", "memory"
 """What is in a copy: of a tensor its value or its gradient; of an optimizer what it remembers of a
@@ -37,7 +37,7 @@ OF_PASS, OF_OTHERS = (VALUE, GRADIENT, MEMORY), (VALUE, GRADIENT, STATE, PART)
 
 _EVERYTHING = (*OF_PASS, *OF_OTHERS)
 
-_SHARED = (VALUE, GRADIENT, MEMORY)  # by the workers at the same place of all replicas
+_SHARED = (VALUE, GRADIENT)  # by the workers at the same place of all replicas
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PAUSE = 0.2  # seconds until something is sent again
 _SLICE = 0.5  # seconds that are waited at once
@@ -184,12 +184,12 @@ class ActorCopies:
         """
         change = self._made.pop(what.number)
         sent = {k: v for k, v in change.changed.items() if k[0] not in self._leaves_out}
-        parcel = wrapped(change._replace(changed=sent))
+        packed = pickled(change._replace(changed=sent))
         deadline = time.monotonic() + what.timeout
         why = "it does not answer"
         while time.monotonic() < deadline and not is_given_up():
             try:
-                if self._is_taken(parcel, deadline, is_given_up):
+                if self._is_taken(packed, deadline, is_given_up):
                     self._sent = what.number
                     return
                 why = "it belongs to other members, or has not the copy before"
@@ -211,7 +211,7 @@ class ActorCopies:
             "copying",
         )
 
-    def _is_taken(self, parcel: Parcel, deadline: float, is_given_up: Callable[[], bool]) -> bool:
+    def _is_taken(self, packed: Pickled, deadline: float, is_given_up: Callable[[], bool]) -> bool:
         """Send something to the buddy; whether it has taken it.
 
         Raises:
@@ -221,7 +221,7 @@ class ActorCopies:
         import ray
 
         beside = self._buddy.hold.options(concurrency_group="control")
-        answer = beside.remote(self._membership, self._worker, parcel)
+        answer = beside.remote(self._membership, self._worker, packed)
         while not ray.wait([answer], timeout=_SLICE)[0]:
             if is_given_up():
                 raise Aborted(UNSENT)
@@ -231,14 +231,14 @@ class ActorCopies:
 
     # -- those of others ------------------------------------------------------------------
 
-    def hold(self, membership: int, worker: int, parcel: Parcel) -> bool:
+    def hold(self, membership: int, worker: int, packed: Pickled) -> bool:
         """Keep what another worker sends, if both belong to the same members; whether that is so.
 
         Runs beside the jobs.
         """
         if membership != self._membership:
             return False
-        return self._held.setdefault(worker, Shelf()).put(unwrapped(parcel))
+        return self._held.setdefault(worker, Shelf()).put(unpickled(packed))
 
     def copy_of(self, worker: int, number: int) -> Entries | None:
         """The copy of this number of what this or another worker has, if it is here."""

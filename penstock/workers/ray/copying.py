@@ -59,7 +59,7 @@ class Copying:
         return Copy(self._pool.copies, self._safe, self.timeout)
 
     def done(self, copy: Copy) -> None:
-        """Every buddy has it."""
+        """Every buddy has it; copies are made, sent and done in the order of their numbers."""
         self._safe = copy.number
 
     def gathered(self) -> Gathered:
@@ -150,7 +150,7 @@ class Gathered:
             found._take_states(member.number, part)
             found.values |= {key[1]: value for key, value in shared.items() if key[0] == VALUE}
             found.gradients |= {key[1]: g for key, g in shared.items() if key[0] == GRADIENT}
-            found.memories.append(shared.get((MEMORY,), {}))
+            found.memories.append(part.get((MEMORY,), {}))
         return found
 
     def _take_states(self, worker: int, part: Entries) -> None:

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -195,8 +195,7 @@ class News:
         for number, value in self.values.items():
             own.tensors[number].copy_(value)
         for number, gradient in self.gradients.items():
-            found = None if gradient is None else gradient.clone()  # of its own, not of the parcel
-            own.tensors[number].grad = found
+            own.tensors[number].grad = None if gradient is None else gradient.clone()
         for number in self.zeroed:
             if (present := own.tensors[number].grad) is not None:
                 present.zero_()
@@ -302,7 +301,7 @@ class StartPass:
             attributes = unpack(*self.attributes) if self.attributes else {}
         for mode, number in self.forgotten:
             own.rank.forget(mode, number)
-        order = replace(self.order, loss=loss, wanted=own.parameters(self.wanted))
+        order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
         ticket = own.rank.start_within(self._around(own, attributes), order)
         own.tickets.append((order, ticket, self.copy))
 
@@ -538,7 +537,7 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Update:
     """Let a worker have the news of its tensors, and do nothing else."""
 
     news: News

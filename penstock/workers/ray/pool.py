@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,7 @@ from penstock.workers.ranks.rendezvous import Entry
 from penstock.workers.ray.actor import Actor
 from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.copies import Entries
-from penstock.workers.ray.parcel import Parcel, unwrapped, wrapped
+from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.watch import Watch
 
 _GRACE = 15.0  # seconds that workers have to notice that a pass was given up
@@ -247,7 +245,7 @@ class ActorPool(Pool):
         for ref in ready:
             worker, holder = asked[ref]
             try:
-                entries = unwrapped(ray().get(ref))
+                entries = unpickled(ray().get(ref))
             except Exception as error:
                 self._deaths[holder] = self._lost(holder, error)
             else:
@@ -288,8 +286,7 @@ class ActorPool(Pool):
         self._deaths.setdefault(worker, self._died(worker, f"{how};"))
         kill([self._actors[worker]], [])
         if worker in self._pulses:  # a process that is stopped does not hear of it
-            with suppress(OSError):
-                os.kill(self._pulses[worker].pid, signal.SIGKILL)
+            self._pulses[worker].kill()
 
     def check_open(self) -> None:
         """Raise if they cannot work any more.
@@ -343,20 +340,20 @@ class ActorPool(Pool):
 
     def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         assert isinstance(current, _Sent)
-        parcel = self._parcel(worker, job, current)
-        current.refs[worker] = self._actors[worker].do.remote(current.number, parcel)
+        packed = self._pickled(worker, job, current)
+        current.refs[worker] = self._actors[worker].do.remote(current.number, packed)
 
-    def _parcel(self, worker: int, job: Job, current: _Sent) -> Any:
+    def _pickled(self, worker: int, job: Job, current: _Sent) -> Any:
         """The job, pickled once for all workers that have it."""
         if id(job) not in current.parcels:
             try:
-                parcel: Parcel = wrapped(job)
+                packed: Pickled = pickled(job)
             except Exception as error:
                 raise InputError(
                     f"worker {worker} is another process, and what it needs cannot be sent there: "
                     f'{type(error).__name__}: {error}. Use workers="threads"'
                 ) from error
-            kept = ray().put(parcel) if parcel.nbytes > _LARGE else parcel
+            kept = ray().put(packed) if packed.nbytes > _LARGE else packed
             current.parcels[id(job)] = job, kept
         return current.parcels[id(job)][1]
 
@@ -388,10 +385,11 @@ class ActorPool(Pool):
     def _hear(self, worker: int, ref: Any, current: Dispatch) -> None:
         """Take a report, or notice that there will be none."""
         errors = ray().exceptions
+        lost = (errors.ObjectLostError,) if self.keeps_survivors else ()  # by another to be ended
         try:
-            failed, parcel = ray().get(ref)
-            value = unwrapped(parcel)
-        except (errors.RayActorError, errors.ObjectLostError) as error:
+            failed, packed = ray().get(ref)
+            value = unpickled(packed)
+        except (errors.RayActorError, *lost) as error:
             self._note(worker, self._deaths.get(worker) or self._lost(worker, error), current)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be read in this process.")

@@ -73,8 +73,8 @@ from penstock.workers.ray.jobs import (
     MakePart,
     News,
     StartPass,
-    Tell,
     Unscale,
+    Update,
 )
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.parts import ActorParts
@@ -310,12 +310,12 @@ class RayWorkers(Workers):
         share = self._share(member, order)
         if len(share) < len(order.microbatches):
             values = [v if k in share else () for k, v in enumerate(part.values)]
-            part = replace(part, values=values)
+            part = part.changed(values=values)
         values = [tuple(map(_detached, each)) for each in part.values]
         wanted = self.ownership.own(place, order.wanted)
         asking = part.values
         return StartPass(
-            order=replace(part, loss=None, wanted=None, values=_asking(values, asking)),
+            order=part.changed(loss=None, wanted=None, values=_asking(values, asking)),
             loss=loss if is_last else None,
             news=news,
             training=training,
@@ -614,14 +614,19 @@ class RayWorkers(Workers):
 
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of the model, which is brought up to date; or of a copy that is here."""
-        if of is model and self._pool.why_closed is None:
+        if of is model and self._can_be_asked:
             self._fetch()
         return of.state_dict()
 
     def refresh(self, model: nn.Module) -> None:
         """Have the weights of the workers in the script's model, if it has older ones."""
-        if self._model.stale and self._pool.why_closed is None:
+        if self._model.stale and self._can_be_asked:
             self._fetch()
+
+    @property
+    def _can_be_asked(self) -> bool:
+        """Whether the actors, or those that take over for them, have newer values."""
+        return self._pool.why_closed is None or self._pool.can_go_on
 
     def _fetch(self) -> None:
         """Have the values that the workers have changed."""
@@ -650,7 +655,7 @@ class RayWorkers(Workers):
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
-        self._run(self._with_news(Tell))
+        self._run(self._with_news(Update))
         places = [member.place for member in self.members]
         jobs, rest, portion, count = divided(save, _At(self._model), places)
         self._run(jobs, timeout=TIMEOUT)

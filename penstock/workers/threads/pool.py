@@ -24,20 +24,22 @@ _FRAMES = 4  # of the stack of a worker that is late
 
 
 class Ringing(Dispatch):
-    """A dispatch whose workers ring when they are done.
+    """A dispatch whose workers ring: the last one that is done, and each that fails.
 
     The results do not travel through the queue: a Ctrl-C that arrives just as the queue gives
     something out would lose it. The queue only rings.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, count: int) -> None:
         super().__init__(number)
+        self._count = count
         self.bell: SimpleQueue[None] = SimpleQueue()
 
     def report(self, worker: int, result: Result) -> None:
         """Called by the worker; what it says first counts."""
         self.results.setdefault(worker, result)
-        self.bell.put(None)
+        if result.error is not None or len(self.results) == self._count:
+            self.bell.put(None)
 
 
 _Order = tuple[Job, Ringing]
@@ -101,7 +103,7 @@ class ThreadPool(Pool):
         return super().start(jobs, timeout, whole)
 
     def _dispatch(self, number: int) -> Dispatch:
-        return Ringing(number)
+        return Ringing(number, self._count)
 
     def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         self._inboxes[worker].put((job, current))  # type: ignore[arg-type]

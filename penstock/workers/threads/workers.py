@@ -18,7 +18,7 @@ from penstock.board.activity import Activity
 from penstock.board.memory import Record
 from penstock.board.runs import new_board
 from penstock.capture.trees import map_leaves, tree_leaves
-from penstock.devices.streams import Handover
+from penstock.devices.streams import Handover, with_streams
 from penstock.engine.batchnorm import move
 from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome
@@ -75,6 +75,7 @@ class ThreadWorkers(Workers):
         stages = range(len(plan.stages) if plan.replicas > 1 else 0)
         shared = {index: InOrder(self._turns.make) for index in stages}
         self._gate = gate
+        self._with_streams = with_streams(devices)
         self._twins = _twins(devices, count)
         self._replicas = [
             Replica(k, plan.weights, k * count, shared, self._twins_of_stages(k))
@@ -90,12 +91,22 @@ class ThreadWorkers(Workers):
             }
             for replica in self._replicas
         ]
+        self._ends = [self._ends_of(member) for member in self.members]
         self.links = ["by reference" if a == b else f"copied {a}>{b}" for a, b in pairwise(homes)]
         self._assemblies: dict[bool, list[Assembly]] = {}
         self._residents = [{w: Residents() for w in range(count)} for _ in self._replicas]
         self.board = new_board(len(devices))
         self._backups = Backups()
         self._pool = ThreadPool(devices, threads, self._abort, self._reset, self._doing)
+
+    def _ends_of(self, member: Member) -> list[tuple[LocalLink, bool]]:
+        """The links of a worker's stages, and of which end: whether it sends results."""
+        return [
+            (link, stage == k)
+            for k, link in self._links[member.replica].items()
+            for stage in (k, k + 1)
+            if self._plan.placement[stage] == member.place
+        ]
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model."""
@@ -138,8 +149,8 @@ class ThreadWorkers(Workers):
 
     def start(self, order: Order) -> tuple[Order, Dispatch]:
         """Tell all workers to run a pass."""
-        order = replace(order, before=self._ran)
-        handover = Handover(self.devices)
+        order = order.changed(before=self._ran)
+        handover = Handover(self._with_streams)
         fresh = not self._handovers
         jobs = [partial(self._pass, member, order, handover, fresh) for member in self.members]
         self._forget_casts()
@@ -181,11 +192,9 @@ class ThreadWorkers(Workers):
                 twins.refresh(fresh)
             outcome = self._own_part(member, order)
             if twins:
-                twins.settle()
-            for k, link in self._links[member.replica].items():  # what was sent may be written now
-                for stage in (k, k + 1):
-                    if self._plan.placement[stage] == member.place:
-                        link.settle(results=stage == k)
+                twins.wait_for_copies()
+            for link, sends in self._ends[member.number]:  # what was sent may be written now
+                link.wait_for_copies(results=sends)
             return outcome
 
     def _own_part(self, member: Member, order: Order) -> Outcome:
@@ -197,8 +206,7 @@ class ThreadWorkers(Workers):
         wanted = self.ownership.own(member.place, order.wanted)
         if wanted is not None and member.number in self._twins:
             wanted = self._twins[member.number].parameters(wanted)
-        part = replace(order, wanted=wanted)
-        return assembly.run(member.place, part, record)
+        return assembly.run(member.place, order.changed(wanted=wanted), record)
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Around a wait for the turn of a micro-batch; noted by the thread of a worker."""
@@ -211,7 +219,7 @@ class ThreadWorkers(Workers):
         self._pool.check_under_way(current)
         try:
             outcome = Outcome.of(self._pool.finish(current, self._timeout))
-            self._handovers.pop(order.number).back(self._tensors_of(outcome, order))
+            self._handovers.pop(order.number).back(partial(self._tensors_of, outcome, order))
             if self._twins:
                 ends = (self.devices[self._plan.placement[k]] for k in (0, -1))
                 _bring(outcome, *ends)
@@ -227,12 +235,13 @@ class ThreadWorkers(Workers):
             self._unwatch()
         return outcome
 
-    def _tensors_of(self, outcome: Outcome, order: Order) -> Iterator[Any]:
+    def _tensors_of(self, outcome: Outcome, order: Order) -> list[Any]:
         """What the caller gets from a pass, and may let go of while a device still reads it."""
         results = [*outcome.results.values(), *outcome.losses.values(), *outcome.metrics.values()]
-        yield from tree_leaves([*results, *outcome.gradients.values()])
+        found = list(tree_leaves([*results, *outcome.gradients.values()]))
         if order.goes_back:
-            yield from (parameter.grad for parameter in self.ownership.everything())
+            found += [parameter.grad for parameter in self.ownership.everything()]
+        return found
 
     def give_up(self, why: BaseException) -> None:
         """Give up the passes that are under way, and undo them."""
@@ -324,7 +333,7 @@ class ThreadWorkers(Workers):
         self, jobs: Sequence[Callable[[], Any]], timeout: float, whole: bool = False
     ) -> list[Any]:
         """Have every worker do a job, and wait."""
-        handover = Handover(self.devices)
+        handover = Handover(self._with_streams)
 
         def taken(device: torch.device, job: Callable[[], Any]) -> Any:
             with handover.taken(device):
@@ -341,7 +350,7 @@ class ThreadWorkers(Workers):
         for common in self._in_order:
             common.wait_for(before)
         for twins in self._twins.values():
-            twins.settle()
+            twins.wait_for_copies()
         return job()
 
     def close(self) -> None:

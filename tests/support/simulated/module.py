@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from penstock.devices.accelerator import Accelerator
@@ -117,8 +118,12 @@ class Module(types.ModuleType):
 def install() -> None:
     """Make `sim` a kind of device, for the rest of the process. There is none before `simulated`.
 
-    PyTorch lets packages name one kind of their own, and bring its kernels in Python.
+    PyTorch lets packages name one kind of their own, and bring its kernels in Python. With one,
+    autograd does not find the streams of GPUs, so a test is skipped where there are some.
     """
+    if torch.cuda.is_available():
+        why = "devices are simulated where there are no GPUs: CUDA_VISIBLE_DEVICES= hides them"
+        pytest.skip(why, allow_module_level=True)
     torch.ones(1, requires_grad=True).backward()  # now autograd has its threads, none for `sim`,
     # which a fork would not have, and would not work without
     torch.utils.rename_privateuse1_backend("sim")

@@ -96,7 +96,7 @@ def a_plan_is_agreed_on(kind: Kind) -> None:
 
     def agreed(made: ps.Plan) -> ps.Plan:
         with backend.operation("the planning"):
-            return backend.agree(program, made if backend.leads else None)
+            return backend.broadcast_plan(program, made if backend.leads else None)
 
     with pytest.raises(ps.PlanError, match=program.fingerprint):
         agreed(wrong)

@@ -104,7 +104,7 @@ class Rig:
             one = uniform_plan(self.program, STAGES // replicas, COUNT)
             made = msgspec.structs.replace(one, other_replicas=(one.devices,) * (replicas - 1))
         with backend.operation("the planning"):
-            self.plan = backend.agree(self.program, made)
+            self.plan = backend.broadcast_plan(self.program, made)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(backend.threads)  # the twin's bits depend on their number
         self.workers = backend.start(self.plan, self.model, timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -288,3 +289,37 @@ def test_time_in_which_the_driver_was_stopped_does_not_count(
     assert workers.run([lambda: time.sleep(1.5) or 5], 10.0) == [5]
     workers.close()
     workers.join(5.0)
+
+
+def test_workers_have_the_warning_filters_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "warnoptions", ["ignore", "error:the one:UserWarning"])
+    found = ProcessPool(1, lambda: None)
+
+    def options(own: Any) -> list[str]:
+        return list(sys.warnoptions)
+
+    try:
+        assert found.run([options], LONG) == [["ignore", "error:the one:UserWarning"]]
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("job_fails", [True, False])
+def test_a_device_that_fails_after_the_job_is_its_error(
+    fresh: ProcessPool, job_fails: bool
+) -> None:
+    """As with an index out of bounds, of which a GPU tells whoever waits for it."""
+
+    def fails(own: Any) -> int:
+        def synchronize() -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        own._wait_for_device = synchronize
+        if job_fails:
+            raise KeyError("mine")
+        return 1
+
+    with pytest.raises(
+        KeyError if job_fails else RuntimeError, match="mine" if job_fails else "CUDA"
+    ):
+        fresh.run([fails, lambda own: 2], 20.0)

@@ -268,7 +268,7 @@ def test_nobody_goes_on_before_the_one_in_another_operation(
     monkeypatch.setattr(module, "_LONG", 0.1)
     order: list[str] = []
     late = company.ranks[1]
-    listen, ask = late._listen, late._asked
+    listen, ask = late._listen, late._received
 
     def slowly(*args: Any) -> None:
         listen(*args)
@@ -281,7 +281,7 @@ def test_nobody_goes_on_before_the_one_in_another_operation(
         return ask(mine)
 
     monkeypatch.setattr(late, "_listen", slowly)
-    monkeypatch.setattr(late, "_asked", reported)
+    monkeypatch.setattr(late, "_received", reported)
 
     def work(ranks: Ranks) -> None:
         try:

@@ -187,7 +187,7 @@ def alone() -> None:
 
 
 def forever() -> None:
-    """Tell who works, and train until somebody ends this process."""
+    """Update who works, and train until somebody ends this process."""
     training = Training("ray", devices=2, schedule="1f1b")
     print(os.getpid(), *(member.pid for member in training.pipe.members), flush=True)
     while True:

@@ -31,7 +31,7 @@ from penstock.workers.ray.copies import (
 )
 from penstock.workers.ray.copying import Gathered, buddies_of, is_done, may_be_done, without
 from penstock.workers.ray.model import DriverModel
-from penstock.workers.ray.parcel import unwrapped, wrapped
+from penstock.workers.ray.pickled import pickled, unpickled
 
 EVERYTHING = (*OF_PASS, *OF_OTHERS)
 
@@ -97,11 +97,11 @@ class Buddy:
     def options(self, **_: Any) -> Buddy:
         return self
 
-    def remote(self, membership: int, worker: int, parcel: Any) -> Any:
+    def remote(self, membership: int, worker: int, packed: Any) -> Any:
         answer = self.answers.pop(0) if self.answers else True
         if isinstance(answer, Exception):
             raise answer
-        self.sent.append(unwrapped(parcel))
+        self.sent.append(unpickled(packed))
         return answer
 
 
@@ -226,7 +226,7 @@ def test_replicas_send_what_only_one_of_them_has() -> None:
     own = worker()
     own.step()
     change = sent(with_buddy(Buddy(), has_twins=True), own, copy(1))
-    assert {key[0] for key in change.changed} == {PART, STATE}
+    assert {key[0] for key in change.changed} == {PART, STATE, MEMORY}
 
 
 def test_what_was_made_and_not_sent_comes_with_the_next_copy() -> None:
@@ -285,7 +285,7 @@ def test_a_wait_for_the_buddy_is_given_up(answers: list[Any]) -> None:
 
 
 def test_a_copy_of_other_members_is_refused() -> None:
-    change = wrapped(Change(9, 0, None, {(VALUE, 0): torch.ones(2)}, []))
+    change = pickled(Change(9, 0, None, {(VALUE, 0): torch.ones(2)}, []))
     copies = ActorCopies()
     assert not copies.hold(1, 4, change)  # there are no members yet
     copies.have_buddy(2, 0, None, 1, False)
@@ -315,9 +315,11 @@ def test_what_copies_give_when_some_have_died() -> None:
 
 def test_what_replicas_have_is_left_with_one_of_them() -> None:
     part: dict[Any, Any] = {(PART, 7): True, (STATE, 7, 0, None): ["a"], (STATE, 7, 0, "a"): 1}
-    whole = {(VALUE, 0): "w", (PART, 7): True}
+    part |= {(MEMORY,): {"calls": 3}}
+    whole = {(VALUE, 0): "w", (PART, 7): True, (MEMORY,): {"calls": 5}}
     found = Gathered.of(members("ab", replicas=2), {1: whole}, {0: part})
     assert found.values == {0: "w"}
+    assert found.memories == [{"calls": 3}, {"calls": 5}]  # of each its own
     assert found.states == {(7, 0): {0: {"a": 1}}, (7, 1): {}}
     assert found.lost == []
     assert Gathered.of(members("ab", replicas=2), {1: whole}, {}).lost == [0]

@@ -20,7 +20,7 @@ import penstock as ps
 from penstock.comparison.reference import run_with_threads
 from penstock.workers.ray.cluster import Cluster, ray
 from penstock.workers.ray.copies import Change
-from penstock.workers.ray.parcel import wrapped
+from penstock.workers.ray.pickled import pickled
 from tests.pipeline import test_on_failure as processes
 from tests.pipeline.test_on_failure import (
     COUNT,
@@ -205,6 +205,34 @@ def test_map_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_batches_of_map_that_were_under_way_as_weights_changed(tmp_path: Path) -> None:
+    processes.check_training_amid_map(tmp_path, workers=HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_weights_are_read_from_those_that_take_over() -> None:
+    """Nobody has died; the workers were parted by an impatient Ctrl-C, say."""
+
+    def trained(fails: bool) -> list[torch.Tensor]:
+        model = plain_layers()
+        with make(model, on_failure="replace") as pipe:
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+            found: list[torch.Tensor] = []
+            for read in (pipe.state_dict, lambda: pipe.fetch() or model.state_dict()):
+                step(pipe)
+                optimizer.step()
+                if fails:
+                    pipe._workers._pool.fail("an interrupt")  # type: ignore[attr-defined]
+                found += [value.clone() for value in read().values()]
+            assert pipe.members.number == 2 * fails
+        return found
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_actor_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     pipe = check(tmp_path, {2: send(0, signal.SIGSTOP)}, on_failure="replace")
     assert "was stopped by a signal" in pipe.history().events[0].what
@@ -301,7 +329,7 @@ def test_only_the_work_under_way_is_done_again_with_what_it_was_given(when: str)
     with make(plain_layers(), on_failure="replace") as pipe:
         found = eventful(pipe, lambda moment: events.pop(moment, lambda pipe: None)(pipe))
         assert (events, pipe.members.number) == ({}, count)
-        stale = wrapped(Change(10**6, 0, None, {}, []))
+        stale = pickled(Change(10**6, 0, None, {}, []))
         actor = pipe._workers._pool._actors[0]  # type: ignore[attr-defined]
         assert ray().get([actor.hold.remote(k, 1, stale) for k in (0, count)]) == [False, True]
     assert found.keys() == wanted.keys()

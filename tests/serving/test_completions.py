@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.serving import Served
-from penstock.serving.asked import Reader
+from penstock.serving.completions import Reader
 from penstock.serving.plain import as_plain, prediction
 from penstock.serving.refusal import Refusal
 from tests.serving.models import CONTEXT, END, gpt2, letters, net
@@ -62,7 +62,13 @@ def test_jobs(reader: Reader) -> None:
     assert first.group.args[0].tolist() == [[1, 2]]
     assert first.group.kwargs["max_new_tokens"] == 4
     assert first.group.kwargs["pad_token_id"] == END
-    assert first.group.kwargs["stop_strings"] == ["x"]
+    for job, prompt in ((first, [1, 2]), (second, [3])):
+        (stops,) = job.group.kwargs["stopping_criteria"]
+        (x,) = letters()("x").input_ids
+        assert stops(torch.tensor([[*prompt, 5]]), None).tolist() == [False]
+        assert stops(torch.tensor([[*prompt, 5, x]]), None).tolist() == [True]
+        assert stops(torch.tensor([[*prompt, 5]]), None).tolist() == [False]  # it begins again
+    assert first.group.kwargs["num_beams"] == 1
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.links.pickling import pack, unpack
-from penstock.links.segment import Place
-from penstock.links.shared_memory import laid_out
+from penstock.links.pickling import packed_together, unpack
 
 
-class Parcel(NamedTuple):
+class Pickled(NamedTuple):
     """An object on its way.
 
     Attributes:
@@ -35,25 +33,19 @@ class Parcel(NamedTuple):
         return len(self.data) + self.content.nbytes
 
 
-@torch.no_grad()
-def wrapped(obj: Any) -> Parcel:
-    """An object as a parcel.
+def pickled(obj: Any) -> Pickled:
+    """An object, pickled.
 
     Functions and classes of the user's script or notebook travel by value.
     """
-    data, tensors = pack(obj)
-    layout, size = laid_out(tensors)
-    base = torch.empty(size, dtype=torch.uint8)
-    for place, tensor in zip(layout, tensors, strict=True):
-        if isinstance(place, Place):
-            place.target(base.untyped_storage()).fill(tensor.detach())
-    return Parcel(data, layout, base.numpy())
+    data, layout, base = packed_together(obj)
+    return Pickled(data, layout, base.numpy())
 
 
-def unwrapped(parcel: Parcel) -> Any:
+def unpickled(packed: Pickled) -> Any:
     """The object; its tensors are on the CPU, in memory of their own."""
-    base = torch.empty(parcel.content.nbytes, dtype=torch.uint8)  # aligned
+    base = torch.empty(packed.content.nbytes, dtype=torch.uint8)  # aligned
     memory = base.numpy()
-    memory[:] = parcel.content
-    tensors = [p.alone(memory.data).requires_grad_(p.requires_grad) for p in parcel.layout]
-    return unpack(parcel.data, tensors)
+    memory[:] = packed.content
+    tensors = [p.alone(memory.data).requires_grad_(p.requires_grad) for p in packed.layout]
+    return unpack(packed.data, tensors)

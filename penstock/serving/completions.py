@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 
-from penstock.generation.generate import Group, Job
+from penstock.generation.generate import Job
+from penstock.generation.groups import Group
 from penstock.serving.refusal import Refusal, wrong
 from penstock.serving.served import Served
+from penstock.serving.text import Stopping
 
 _TOKENS = 16  # that are generated if /v1/completions does not say how many, as OpenAI's does
 _STOPS = 4  # stop sequences that a request may have, as OpenAI's
 _SEEDS = 1 << 63
+
+ONE_BEAM: Mapping[str, Any] = {"num_beams": 1}
+"""Tokens are streamed, which beams cannot be, whatever the model's own settings say."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -80,7 +85,7 @@ _SAMPLING = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """Sequences that a request asks for.
 
     Attributes:
@@ -128,7 +133,7 @@ class Reader:
         self._padding = padding[0] if padding else None
         self.has_chat = bool(getattr(served.tokenizer, "chat_template", None))
 
-    def completion(self, body: Mapping[str, Any]) -> Asked:
+    def completion(self, body: Mapping[str, Any]) -> CompletionRequest:
         """A request to /v1/completions.
 
         Raises:
@@ -139,9 +144,9 @@ class Reader:
         if given is None:
             raise wrong("prompt", "prompt is missing: give a text, or a list of token numbers")
         most = fields.take("max_tokens")
-        return self._asked(fields, self._prompts(given), _TOKENS if most is None else most)
+        return self._request(fields, self._prompts(given), _TOKENS if most is None else most)
 
-    def chat(self, body: Mapping[str, Any]) -> Asked:
+    def chat(self, body: Mapping[str, Any]) -> CompletionRequest:
         """A request to /v1/chat/completions.
 
         Raises:
@@ -168,29 +173,33 @@ class Reader:
         if most is None:
             room = self._most if self._context is None else self._context - len(prompt)
             most = max(1, min(self._most, room))
-        return self._asked(fields, [prompt], most)
+        return self._request(fields, [prompt], most)
 
-    def jobs(self, asked: Asked, seed: int) -> list[Job]:
+    def jobs(self, requested: CompletionRequest, seed: int) -> list[Job]:
         """A job for each sequence.
 
         Args:
-            asked: the sequences.
+            requested: the sequences.
             seed: of the first one.
         """
-        arguments = dict(asked.arguments)
-        arguments["max_new_tokens"] = asked.max_tokens
+        arguments = {**requested.arguments, **ONE_BEAM}
+        arguments["max_new_tokens"] = requested.max_tokens
         if self._padding is not None:
             arguments["pad_token_id"] = self._padding
-        if asked.stop:
-            arguments |= {"stop_strings": list(asked.stop), "tokenizer": self._served.tokenizer}
         jobs = []
-        for k, prompt in enumerate(asked.prompts):
+        for k, prompt in enumerate(requested.prompts):
             ids = torch.tensor([list(prompt)], dtype=torch.long)
             own = {**arguments, "attention_mask": torch.ones_like(ids)}
+            if requested.stop:
+                own["stopping_criteria"] = [
+                    Stopping(self._served.tokenizer, requested.stop, len(prompt))
+                ]
             jobs.append(Job(Group(range(1), (ids,), own), seed + k, streams=True))
         return jobs
 
-    def _asked(self, fields: _Fields, prompts: Sequence[Sequence[int]], most: Any) -> Asked:
+    def _request(
+        self, fields: _Fields, prompts: Sequence[Sequence[int]], most: Any
+    ) -> CompletionRequest:
         """What the other fields ask for."""
         wanted = _Range(1, self._most, kind=int).check("max_tokens", most)
         self._check_room(prompts, wanted)
@@ -213,7 +222,7 @@ class Reader:
         counts = _Fields(options).flag("include_usage")
         arguments = _sampling(fields)
         fields.finish()
-        return Asked(prompts, wanted, stop, seed, stream, counts, arguments)
+        return CompletionRequest(prompts, wanted, stop, seed, stream, counts, arguments)
 
     def _prompts(self, given: Any) -> list[list[int]]:
         """A text or its tokens, or a list of such.

@@ -1,0 +1,235 @@
+"""What Penstock costs on a GPU, beside a loop of plain PyTorch; what stages and replicas gain.
+
+    python -m penstock.bench gpus [--devices cuda:0 cuda:1] [--models tiny gpt2 resnet50]
+        [--rounds 7] [--steps 5] [--quick] [--json FILE] [--record]
+
+Everybody trains the same model on the same micro-batches, in float32 or under autocast in bfloat16,
+with the same settings of PyTorch; the loop accumulates gradients over the micro-batches. Each turn
+is so many steps and ends when the GPU has done them; turns are drawn in a new order every round.
+What is said is the median of the rounds' ratios to the loop, with the smallest and the largest.
+
+*CUDA graphs* is Penstock with `cuda_graphs=True`. With one GPU two workers share it, which gains
+nothing: it shows what their threads cost, or their processes. Batches are on the GPU, on the CPU,
+or in its pinned memory; the loop copies each micro-batch without blocking, as a good script does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.bench import record
+from penstock.bench.subjects import (
+    gpt2_like,
+    gpt2_logits,
+    labelled_images,
+    language_loss,
+    resnet50,
+    tokens,
+)
+from penstock.bench.turns import AUDITED, Contestant, take_turns
+from penstock.devices.kinds import accelerator, kind_of
+from penstock.errors import InputError
+
+MICROBATCHES = 4
+_PROCESSES: dict[str, Any] = {"workers": "processes"}
+
+Case = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Any, torch.dtype | None]
+"""Makes a model, makes its batch, the loss, and what it is autocast to."""
+
+
+def cases(quick: bool) -> dict[str, Case]:
+    """What is trained, by its name."""
+    rows = 8 if quick else 16
+    gpt2 = partial(gpt2_logits, 2 if quick else 12, 128 if quick else 768, 512)
+    text = partial(tokens, rows, 128 if quick else 512)
+    pictures = partial(labelled_images, rows if quick else 128, 64 if quick else 224)
+    return {
+        "tiny": (partial(gpt2_like, 4, 128, 4, 64), partial(tokens, 32, 64), language_loss, None),
+        "gpt2": (gpt2, text, language_loss, None),
+        "gpt2, bfloat16": (gpt2, text, language_loss, torch.bfloat16),
+        "resnet50": (resnet50, pictures, F.cross_entropy, None),
+        "resnet50, bfloat16": (resnet50, pictures, F.cross_entropy, torch.bfloat16),
+    }
+
+
+class _Course:
+    """A case, and everybody who runs it.
+
+    Args:
+        case: what is trained.
+        devices: where.
+        steps: in a turn.
+    """
+
+    def __init__(self, case: Case, devices: Sequence[torch.device], steps: int) -> None:
+        self._build, data, self._loss, self._dtype = case
+        self._devices, self._first = devices, devices[0]
+        self._steps = steps
+        x, y = data()
+        kind = kind_of(self._first)
+        self._given = {
+            "on the GPU": (x.to(self._first), y.to(self._first)),
+            "on the CPU": (x, y),
+            "pinned": (kind.pinned(x), kind.pinned(y)),
+        }
+
+    def modes(self) -> AbstractContextManager[object]:
+        """What everybody trains under."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._first.type, self._dtype)
+
+    def loop(self, where: str) -> Contestant:
+        """Plain PyTorch on the first device."""
+        model = self._build().to(self._first)
+        x, y = self._given[where]
+
+        def step() -> None:
+            parts = zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True)
+            for part, target in parts:
+                here = part.to(self._first, non_blocking=True)
+                target = target.to(self._first, non_blocking=True)
+                with self.modes():
+                    loss = self._loss(model(here), target) * (len(part) / len(x))
+                loss.backward()
+            model.zero_grad()
+
+        return self._contestant(f"loop, {where}", step)
+
+    @contextmanager
+    def pipeline(self, name: str, where: str, **options: Any) -> Iterator[Contestant]:
+        """Penstock, with these options."""
+        model = self._build().to(self._first)
+        x, y = self._given[where]
+        options = {"num_microbatches": MICROBATCHES, "progress": None, **options}
+        with self.modes(), ps.Pipeline(model, (x.to(self._first),), **options) as pipe:
+
+            def step() -> None:
+                with self.modes():
+                    pipe.train_step(x, target=y, loss_fn=self._loss)
+                model.zero_grad()
+
+            made = self._contestant(f"{name}, {where}", step)
+            made.facts.update(
+                plan=pipe.plan.summary, predicted_step_seconds=pipe.plan.predicted_step_seconds
+            )
+            yield made
+
+    def _contestant(self, name: str, step: Callable[[], None]) -> Contestant:
+        def turn() -> float:
+            kind = kind_of(self._first)
+            begun = time.perf_counter()
+            for _ in range(self._steps):
+                step()
+            for device in dict.fromkeys(self._devices):
+                kind.synchronize(device)
+            return (time.perf_counter() - begun) / self._steps
+
+        return Contestant(name, turn)
+
+    def everybody(self, stack: ExitStack) -> list[Contestant]:
+        """All contestants; the first is what the others are compared with."""
+        one, several = [str(self._first)], [str(device) for device in self._devices]
+        made = [self.loop(where) for where in self._given]
+        alone: dict[str, Any] = {"devices": one, "replicas": 1}
+        ways = [("Penstock", alone)]
+        if kind_of(self._first).can_record:
+            ways.append(("Penstock, CUDA graphs", {**alone, "cuda_graphs": True}))
+        if len(several) > 1:
+            cut: dict[str, Any] = {"devices": several, "replicas": 1}
+            ways.append((f"Penstock, {len(several)} stages", cut))
+            ways.append((f"Penstock, {len(several)} stages in processes", {**cut, **_PROCESSES}))
+            copies: dict[str, Any] = {"devices": several, "replicas": len(several)}
+            ways.append((f"Penstock, {len(several)} replicas", copies))
+        for name, options in ways:
+            places = self._given if name == "Penstock" else ["on the GPU"]
+            for where in places:
+                made.append(stack.enter_context(self.pipeline(name, where, **options)))
+        return made
+
+
+def peaks(case: Case, device: torch.device) -> dict[str, int]:
+    """Bytes that a step of plain PyTorch and one of Penstock need at most on a device."""
+    found, kind = {}, kind_of(device)
+    course = _Course(case, [device], 1)
+    ways: dict[str, dict[str, Any]] = {"Penstock": {}, "CUDA graphs": {"cuda_graphs": True}}
+    for name in ("loop", *ways):
+        with ExitStack() as stack:
+            if name == "loop":
+                one = course.loop("on the GPU")
+            else:
+                options = {"devices": [device], **ways[name]}
+                one = stack.enter_context(course.pipeline(name, "on the GPU", **options))
+            one.step()
+            torch.accelerator.reset_peak_memory_stats(device)
+            one.step()
+            found[name] = kind.allocated(device)[1]
+            del one
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print."""
+    parser = record.parser("gpus", __doc__)
+    parser.add_argument(
+        "--devices", nargs="+", help="all accelerators of this machine, or one twice"
+    )
+    parser.add_argument("--models", nargs="+", default=list(cases(False)))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5, help="of each in a round")
+    parser.add_argument("--quick", action="store_true", help="small models")
+    options = parser.parse_args(arguments)
+    kind = accelerator()
+    if kind is None and not options.devices:
+        raise InputError(
+            "there is no accelerator here that pipelines can use; penstock doctor says why"
+        )
+    names = options.devices or [str(device) for device in (kind.devices() if kind else ())]
+    devices = [torch.device(name) for name in (names if len(names) > 1 else names * 2)]
+    found = []
+    for name in options.models:
+        case = cases(options.quick)[name]
+        with ExitStack() as stack:
+            course = _Course(case, devices, options.steps)
+            made = course.everybody(stack)
+            seconds = take_turns(made, options.rounds, warm_up=1 + AUDITED // options.steps)
+        row = {
+            "model": name,
+            "devices": [str(device) for device in devices],
+            "contestants": [
+                {"name": each.name, "seconds": times, **each.facts}
+                for each, times in zip(made, seconds, strict=True)
+            ],
+            "peaks": peaks(case, devices[0]) if kind_of(devices[0]).has_streams else {},
+        }
+        found.append(row)
+        report(row)
+    record.save("gpus", {"models": found}, options)
+    return 0
+
+
+def report(row: dict[str, Any]) -> None:
+    """Print what was measured of a model."""
+    base = row["contestants"][0]["seconds"]
+    print(f"{row['model']} on {', '.join(row['devices'])}")
+    for each in row["contestants"]:
+        ratios = [own / other for own, other in zip(each["seconds"], base, strict=True)]
+        predicted = each.get("predicted_step_seconds")
+        said = f"  predicted {1e3 * predicted:.2f} ms" if predicted else ""
+        print(
+            f"  {each['name']:34} {1e3 * statistics.median(each['seconds']):8.2f} ms  "
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}){said}",
+            flush=True,
+        )
+    peaks = {name: f"{size / 2**20:.0f} MiB" for name, size in row["peaks"].items()}
+    print(f"  peak memory of a step: {peaks}", flush=True)
