@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
@@ -16,6 +17,7 @@ from torch import nn
 
 from penstock.board.phases import timeline_of
 from penstock.capture import Key, Program, Ref, Sizes, Trace
+from penstock.capture.attributes import named_tensors
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.cuts import NOTHING, Apart
@@ -28,7 +30,7 @@ from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.residents import GONE, States
 from penstock.engine.span import MicroBatch
-from penstock.errors import InputError, StatesLost, WorkerDied, WorkerError
+from penstock.errors import ClosedError, InputError, StatesLost, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
@@ -85,6 +87,13 @@ class _Recording:
     timelines: list[RecordedTimeline] = field(default_factory=list)
 
 
+_CHANGED = (
+    "a worker has died while a batch was under way, and the script has changed tensors of the "
+    "model since that batch began, so that it cannot be run again as it was: take all results of "
+    "map() before you change the model"
+)
+
+
 @dataclass(eq=False)
 class Started:
     """A pass that is under way.
@@ -96,6 +105,7 @@ class Started:
         is_lost: whether it reads states of workers that are gone, so that nobody can run it.
         before: what the model was like when it began, if it may have to be run again later.
         end: what has come of it, if that is known before it is asked for.
+        is_again: whether other workers had begun it, who are gone.
     """
 
     order: Order
@@ -104,49 +114,61 @@ class Started:
     is_lost: bool = False
     before: _Before | None = None
     end: Outcome | Exception | None = None
+    is_again: bool = False
 
-    def again(self) -> AbstractContextManager[None]:
-        """While open, the model is as it was when it began, if that is known."""
-        return self.before.again() if self.before is not None else nullcontext()
+    def again(self, workers: Workers) -> AbstractContextManager[None]:
+        """While open, the model is as it was when it began, if it has begun with others."""
+        if self.before is None or not self.is_again:
+            return nullcontext()
+        return self.before.again(workers)
 
 
 class _Before(NamedTuple):
-    """What a model is like before a forward, of what the forward depends on and may change.
+    """What a model is like before a pass, of what the pass depends on and may change.
 
     Attributes:
-        modes: its modules, and whether each is in training mode.
-        buffers: its buffers, and their contents.
+        modules: all of it.
+        modes: whether each of them is in training mode.
+        tensors: its parameters and buffers.
+        versions: how often each of them was changed in place.
+        buffers: its buffers, and their contents; none if passes do not change them.
     """
 
-    modes: Sequence[tuple[nn.Module, bool]]
+    modules: Sequence[nn.Module]
+    modes: Sequence[bool]
+    tensors: Sequence[torch.Tensor]
+    versions: Sequence[int]
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-    @classmethod
-    def of(cls, model: nn.Module, changes_buffers: bool) -> _Before:
-        """As it is now."""
-        buffers = [(b, b.detach().clone()) for b in model.buffers()] if changes_buffers else []
-        return cls([(module, module.training) for module in model.modules()], buffers)
+    @property
+    def is_gone(self) -> bool:
+        """Whether the script has changed a tensor since."""
+        return any(map(operator.ne, map(_version, self.tensors), self.versions))
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, workers: Workers) -> Iterator[None]:
         """While open, the model is as it was."""
-        modes = [(m, m.training) for m, was in self.modes if m.training != was]
+        workers.bring_values([buffer for buffer, _ in self.buffers])
+        modes = [
+            (module, module.training)
+            for module, was in zip(self.modules, self.modes, strict=True)
+            if module.training != was
+        ]
         changed = [(b, was) for b, was in self.buffers if not same_tensor(b, was)]
         present = [(buffer, buffer.detach().clone()) for buffer, _ in changed]
         try:
             for module, training in modes:
                 module.training = not training
-            _put(changed)
+            workers.put(changed)
             yield
         finally:
-            _put(present)
+            workers.put(present)
             for module, training in modes:
                 module.training = training
 
 
-def _put(contents: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, content in contents:
-        buffer.data.copy_(content)  # does not count as a change to autograd, nor is it one
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Runner:
@@ -229,8 +251,10 @@ class Runner:
         self.steps.use(workers.board, plan, len(workers.devices))
         self._user.ownership = workers.ownership
         self._lost = set(self._held)
+        self._modules = tuple(self._program.model.modules())
+        self._tensors = tuple(dict(named_tensors(self._program.model)).values())
         for started in self._under_way:
-            started.ticket = None
+            started.ticket, started.is_again = None, True
             states = [m.states for m in started.order.microbatches if m.states is not None]
             started.is_lost = any(each.taken for each in states)
 
@@ -508,8 +532,7 @@ class Runner:
             self.relieve()
         started = Started(order, self.steps.begin())
         if order.what in ("forward", "infer") and self.recover is not _raise:
-            changes = order.what == "forward" and self.changes_buffers()
-            started.before = _Before.of(self._program.model, changes)
+            started.before = self.surviving(partial(self._before, order))
         self._under_way.append(started)
         try:
             self.surviving(self._submit)
@@ -517,6 +540,17 @@ class Runner:
             self._left(started)
             raise
         return started
+
+    def _before(self, order: Order) -> _Before:
+        """What the model is like before a pass that may have to be run again later."""
+        changes = order.what == "forward" and self.changes_buffers()
+        buffers = list(self._program.model.buffers()) if changes else []
+        self.workers.bring_values(buffers)
+        return _Before(
+            *(self._modules, [module.training for module in self._modules]),
+            *(self._tensors, [_version(tensor) for tensor in self._tensors]),
+            [(buffer, buffer.detach().clone()) for buffer in buffers],
+        )
 
     def _submit(self) -> None:
         """Let the workers know of the passes under way, in order, that they do not know of."""
@@ -527,7 +561,7 @@ class Runner:
         for started in unknown:
             if self._lost:
                 self._run_again(started.order.number)
-            with started.again():
+            with started.again(self.workers):
                 started.ticket = self.workers.start(started.order)
 
     def _introduce(self, order: Order) -> None:
@@ -540,9 +574,10 @@ class Runner:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
             held = self._held[number]
+            held.is_again = True
             order = held.order.changed(again=True, recorded=False)
             self._introduce(order)
-            with held.again():
+            with held.again(self.workers):
                 self.workers.finish(self.workers.start(order))
             self._lost.discard(number)
 
@@ -566,12 +601,14 @@ class Runner:
         """Wait for the passes under way if they are run again where a worker dies."""
         if self.recover is _raise or not self._user.is_here():
             return
-        for started in self._under_way:
+        for started in tuple(self._under_way):
             if started.end is None:
                 try:
                     started.end = self.surviving(partial(self._finished, started))
                 except Exception as error:
                     started.end = error  # who waits for this pass is told
+                    if isinstance(error, (WorkerDied, ClosedError)):
+                        raise
 
     def surviving(self, work: Callable[[], T]) -> T:
         """What some work of the workers gives; it is done again if others had to take over.
@@ -585,6 +622,7 @@ class Runner:
                 return work()
             except WorkerDied as death:
                 deaths += 1
+                self._note_what_cannot_run_again()
                 self.recover(death, deaths)
 
     def finish(self, started: Started) -> Outcome:
@@ -618,6 +656,12 @@ class Runner:
             for recording in self._recordings:
                 recording.timelines.append(timeline)
         return outcome
+
+    def _note_what_cannot_run_again(self) -> None:
+        """Passes under way whose weights the script has changed since end in an error."""
+        for started in self._under_way:
+            if started.end is None and started.before is not None and started.before.is_gone:
+                started.end = InputError(_CHANGED)
 
     def _end_of(self, started: Started) -> Outcome:
         if started.end is None:

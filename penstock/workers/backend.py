@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -458,6 +458,19 @@ class Workers(ABC):
             WorkerDied: one has died.
         """
         return
+
+    def bring_values(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have what these tensors of the model hold in this process, where workers have changed it.
+
+        Raises:
+            WorkerDied: one has died.
+        """
+        return
+
+    def put(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Let tensors of the model hold this, for the passes that begin from now on."""
+        for tensor, content in contents:
+            tensor.data.copy_(content)  # does not count as a change to autograd, nor is it one
 
     def remembered(self) -> Left:
         """As `left`, as it was after the last pass, although a worker has died.

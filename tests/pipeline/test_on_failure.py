@@ -282,17 +282,17 @@ class Leaky(nn.Module):
         return x
 
 
-def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
+def check_a_forward_again(**given: Any) -> None:
     """What it has changed itself, and what the script has set since."""
     model = nn.Sequential(Leaky(), nn.Dropout(0.5), Leaky())
     x, found = torch.randn(4, 6), []
     options: dict[str, Any] = {"workers": "processes", "replicas": 1, "on_failure": "replace"}
+    options |= {"devices": ["cpu"] * 2, "num_microbatches": 2, "audit": None} | given
     for dies in (False, True):
         own = copy.deepcopy(model)
         torch.manual_seed(1)
-        with ps.Pipeline(
-            own, (x,), devices=["cpu"] * 2, num_microbatches=2, audit=None, **options
-        ) as pipe:
+        with ps.Pipeline(own, (x,), **options) as pipe:
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)  # which changes buffers as well
             result = pipe(x)
             pipe.eval()
             if dies:
@@ -303,6 +303,10 @@ def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
             state = [*pipe.gradients().values(), *pipe.state_dict().values()]
             found.append([tensor.clone() for tensor in state])
     assert all(map(torch.equal, *found))
+
+
+def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
+    check_a_forward_again()
 
 
 def test_what_modules_remember_is_what_it_was_before_the_pass(tmp_path: Path) -> None:
@@ -384,6 +388,36 @@ def check_training_amid_map(folder: Path, **options: Any) -> None:
 
 def test_batches_of_map_that_were_under_way_as_weights_changed(tmp_path: Path) -> None:
     check_training_amid_map(tmp_path)
+
+
+@pytest.mark.parametrize("changes", ["nothing", "modes", "weights"])
+def test_what_the_script_does_while_batches_of_map_are_under_way(changes: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.5)).eval()
+    batches = [torch.randn(4, 6) for _ in range(3)]
+    with torch.no_grad():
+        wanted = run_with_threads(
+            lambda: [torch.cat([model(x) for x in batch.chunk(2)]) for batch in batches], 1
+        )
+    given: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "workers": "processes"}
+    given |= {"on_failure": "replace", "num_microbatches": 2, "audit": None}
+    with ps.Pipeline(model, (batches[0],), **given) as pipe:
+        results = pipe.map(batches, ahead=3)
+        found = [next(results)]
+        if changes == "modes":
+            pipe.train()
+        elif changes == "weights":
+            with torch.no_grad():
+                model[0].weight.mul_(2.0)
+        send(0)(pipe)
+        if changes == "weights":
+            with pytest.raises(ps.InputError, match="take all results of map"):
+                list(results)
+        else:
+            found += results
+            assert all(map(torch.equal, found, wanted))
+            assert pipe.members.number == 1
+            assert model.training == (changes == "modes")
 
 
 def test_a_worker_that_is_asked_to_end_does_so_between_two_steps(tmp_path: Path) -> None:

@@ -41,13 +41,16 @@ class Copying:
         members: the actors, two at least.
         pool: the same.
         timeout: seconds that a buddy has to take a copy.
+        patience: seconds that one has to give the copies that it has.
 
     Attributes:
         timeout: as given.
     """
 
-    def __init__(self, members: Sequence[Member], pool: ActorPool, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(
+        self, members: Sequence[Member], pool: ActorPool, timeout: float, patience: float
+    ) -> None:
+        self.timeout, self._patience = timeout, patience
         self._members, self._pool = members, pool
         self._buddies = buddies_of(members)
         self._nothing = self._safe = pool.copies  # when the script still has everything
@@ -60,7 +63,7 @@ class Copying:
 
     def done(self, copy: Copy) -> None:
         """Every buddy has it; copies are made, sent and done in the order of their numbers."""
-        self._safe = copy.number
+        self._safe = max(self._safe, copy.number)
 
     def gathered(self) -> Gathered:
         """What every worker had when the last work was done, as some have died.
@@ -69,11 +72,12 @@ class Copying:
             WorkerDied: nobody that is left has a copy of what one had.
         """
         pool, number = self._pool, self._safe
-        own = pool.copies_with({worker: worker for worker in range(len(self._members))}, number)
+        every = {worker: worker for worker in range(len(self._members))}
+        own = pool.copies_with(every, number, self._patience)
         if number == self._nothing:
             return Gathered(memories=[{} for _ in self._members])
         asked = {w: buddy for w, buddy in enumerate(self._buddies) if w not in own and buddy in own}
-        held = pool.copies_with(asked, number)
+        held = pool.copies_with(asked, number, self._patience)
         found = Gathered.of(self._members, own, held)
         if not found.lost:
             return found

@@ -46,6 +46,7 @@ class DriverModel:
         self._unsure: dict[int, _Draft] = {}  # by place: sent, but perhaps lost
         self._again: dict[int, _Draft] = {}  # lost, perhaps, and not yet sent again
         self.stale: set[int] = set()
+        self._has_news = False  # of which no copy is to be made yet
         self._is_closed = False
         self._is_sending = False
         hook = _Hook(self)
@@ -176,6 +177,7 @@ class DriverModel:
             place = self._places[number]
             if place is not None and isinstance(tensor, nn.Parameter):
                 self._look_at(number, tensor, drafts[place])
+        self._has_news |= any(drafts)
         for place, draft in enumerate(drafts):
             self._unsure.setdefault(place, _Draft()).update(draft)
         self._again = {}
@@ -212,10 +214,10 @@ class DriverModel:
             older.update(draft)
         self._unsure.clear()
 
-    @property
-    def has_told(self) -> bool:
-        """Whether workers were told something of which it is not known that it has arrived."""
-        return any(self._unsure.values())
+    def has_news(self) -> bool:
+        """Whether workers are told something that no copy of theirs has; asked once."""
+        had, self._has_news = self._has_news, False
+        return had
 
     # -- what workers have done to them -----------------------------------------------------
 

@@ -26,7 +26,7 @@ from penstock.workers.ray.watch import Watch
 
 _GRACE = 15.0  # seconds that workers have to notice that a pass was given up
 _LEAVE = 5.0  # seconds that they have to leave each other by themselves
-_SLOW = 60.0  # seconds that one has to give the copies that it has
+_SLOW = 60.0  # seconds that one has to hear of its buddy
 _LOOK = 2.0  # seconds that a worker has to say what it is doing
 _LARGE = 1 << 16  # bytes of a job that Ray keeps once for all workers
 _CAUSE = re.compile(r"(?:is dead|died) because (.*)")
@@ -222,7 +222,9 @@ class ActorPool(Pool):
 
     # -- those that are left --------------------------------------------------------------
 
-    def copies_with(self, holders: Mapping[int, int], number: int) -> dict[int, Entries]:
+    def copies_with(
+        self, holders: Mapping[int, int], number: int, patience: float
+    ) -> dict[int, Entries]:
         """The copies of this number that are there; by whose they are.
 
         Those that do not answer are taken to have ended.
@@ -230,6 +232,7 @@ class ActorPool(Pool):
         Args:
             holders: of workers whose copies are wanted, and who is asked for each.
             number: of the copies.
+            patience: seconds that they have.
         """
         found: dict[int, Entries] = {}
         asked = {
@@ -241,7 +244,7 @@ class ActorPool(Pool):
         }
         if not asked:
             return found
-        ready, late = ray().wait([*asked], num_returns=len(asked), timeout=_SLOW)
+        ready, late = ray().wait([*asked], num_returns=len(asked), timeout=patience)
         for ref in ready:
             worker, holder = asked[ref]
             try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.board.memory import Reading, moved
+from penstock.capture.attributes import named_tensors
 from penstock.devices.settings import Settings
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError, PenstockError, closed
+from penstock.errors import InputError, PenstockError, WorkerDied, closed
 from penstock.links.handshake import new_secret, this_machine
 from penstock.links.pickling import Outbox, Packed, pack
 from penstock.plan import Plan
@@ -86,6 +88,8 @@ from penstock.workers.ways import NewWay, modules_of
 _BUILD_TIMEOUT = 300.0  # seconds; a node may have to prepare an environment first
 _MORE = 30.0  # seconds beside those that ranks give each other
 _LEAVE = 60.0  # seconds to bring weights at the end
+_RATE = 10e6  # bytes a second at which copies come at least
+_COPIED = 4  # times the bytes of the model: gradients, and what Adam remembers
 
 Ticket = tuple[Order, Dispatch, Copy | None]
 
@@ -208,7 +212,9 @@ class RayWorkers(Workers):
         )
         self._prepare([join] * count)
         if self._pool.keeps_survivors:
-            self._copying = Copying(self.members, self._pool, self._timeout)
+            size = sum({id(t): t.nbytes for _, t in named_tensors(self._whole)}.values())
+            patience = _LEAVE + self._timeout + _COPIED * size / _RATE
+            self._copying = Copying(self.members, self._pool, self._timeout, patience)
         self._watch = self._pool.watch([node for _, node in places])
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
@@ -272,7 +278,7 @@ class RayWorkers(Workers):
             attributes = packed_news(self._following.news(), self._modules)
             training = self._modes()
             forgotten = tuple(self._forgotten)
-            copy = self._copy_after(self._leaves(order))
+            copy = self._copy_after(self._leaves(order) or attributes is not None)
             jobs = [
                 self._start_of(member, order, loss, news[member.place], training, attributes)
                 for member in self.members
@@ -398,7 +404,8 @@ class RayWorkers(Workers):
         Args:
             changes: whether the workers have something else after it, besides what they are told.
         """
-        if self._copying is None or not (changes or self._model.has_told):
+        has_news = self._model.has_news()
+        if self._copying is None or not (changes or has_news):
             return None
         return self._copying.next()
 
@@ -418,15 +425,17 @@ class RayWorkers(Workers):
         Raises:
             WorkerDied: something is lost, as those that had copies of it have died, too.
         """
-        if self._copying is None:
+        copying, self._copying = self._copying, None  # it is asked once
+        if copying is None:
             died = self._pool.death_of(0)
             died.advise("There was no other worker that could have a copy of what it had")
             raise died
-        found = self._copying.gathered()
+        found = copying.gathered()
         for parts in self._parts:
             parts.go_back(found.states)
         since, attributes = self._news(), self._following.news()
         self._model.go_back(found.values, found.gradients, since)
+        self._is_brought = True
         return self._left_by([without(attributes, memory) for memory in found.memories])
 
     def survivors(self) -> ActorSurvivors:
@@ -470,10 +479,10 @@ class RayWorkers(Workers):
         self._following.doubt()
 
     def _check_open(self) -> None:
-        if self._pool.keeps_survivors:
+        if self._pool.can_go_on:
             self._pool.check_open()  # if one has died, others can take over
         if self._pool.why_closed is not None:
-            raise closed(self._pool.why_closed, in_actors=True)
+            raise closed(self._pool.why_closed, in_actors=not self._is_brought)
 
     def _run(
         self,
@@ -623,6 +632,23 @@ class RayWorkers(Workers):
         if self._model.stale and self._can_be_asked:
             self._fetch()
 
+    def bring_values(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have what these tensors hold here, where the actors have changed it."""
+        wanted = self._model.stale.intersection(self._model.numbers(tensors))
+        if not wanted:
+            return
+        stale_at = self._model.stale_at
+        for values, _ in self._fetched(
+            lambda place: [n for n in stale_at(place) if n in wanted], lambda place: []
+        ):
+            self._model.have(values)
+
+    @torch.no_grad()
+    def put(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Let tensors hold this; it counts as a change by the script, which the actors are told."""
+        for tensor, content in contents:
+            tensor.copy_(content)
+
     @property
     def _can_be_asked(self) -> bool:
         """Whether the actors, or those that take over for them, have newer values."""
@@ -732,13 +758,20 @@ class RayWorkers(Workers):
 
     def _bring_at_last(self) -> None:
         """Bring all that the script does not have, and have the actors leave each other."""
-        if self._pool.can_go_on:
-            self.remembered()
-        elif self._pool.why_closed is None:
-            self._copying = None
-            if not self._is_brought:
-                self.bring()
-            self._pool.run([Leave()] * len(self.members), _LEAVE)
+        if self._pool.why_closed is None:
+            copying, self._copying = self._copying, None  # what is brought is not copied first
+            try:
+                if not self._is_brought:
+                    self.bring()
+            except PenstockError:
+                self._copying = copying  # one had died, and nobody had noticed
+            else:
+                self._pool.run([Leave()] * len(self.members), _LEAVE)
+        if self._pool.can_go_on and self._copying is not None:
+            try:
+                self.remembered().bring()
+            except WorkerDied as death:
+                warnings.warn(str(death), stacklevel=2)
 
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""

@@ -211,6 +211,50 @@ def test_batches_of_map_that_were_under_way_as_weights_changed(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
+    processes.check_a_forward_again(workers=HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_is_lost_if_an_actor_has_died_before_the_pipeline_is_closed() -> None:
+    def trained(dies: bool) -> list[torch.Tensor]:
+        model = plain_layers()
+        with make(model, on_failure="replace") as pipe:
+            optimizer = pipe.optimizer(torch.optim.Adam, lr=0.1)
+            step(pipe)
+            optimizer.step()
+            if dies:
+                send(1)(pipe)
+        state = [v for own in optimizer.state_dict()["state"].values() for v in own.values()]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [t.clone() for t in (*model.state_dict().values(), *state, *gradients)]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_copies_are_made_of_what_has_changed_and_of_nothing_else() -> None:
+    model = plain_layers()
+    with make(model, on_failure="replace") as pipe:
+        pool = pipe._workers._pool  # type: ignore[attr-defined]
+        step(pipe)
+        model.zero_grad()
+        model.eval()
+        before = pool.copies
+        list(pipe.map([X] * 6, ahead=3))
+        assert pool.copies == before + 1  # of the gradients that are gone
+        pipe.fetch()
+        list(pipe.map([X] * 2))
+        assert pool.copies == before + 1
+        model[0].marked = 1.0
+        list(pipe.map([X] * 2))
+        assert pool.copies == before + 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_weights_are_read_from_those_that_take_over() -> None:
     """Nobody has died; the workers were parted by an impatient Ctrl-C, say."""
 
@@ -467,7 +511,7 @@ def test_a_worker_and_its_buddy_are_both_gone(tmp_path: Path, is_saved: bool) ->
         with pytest.raises(ps.WorkerDied, match=words) as caught:
             step(pipe)
         assert "Nobody that is left has a copy of what worker" in str(caught.value)
-        with pytest.raises(ps.ClosedError):
+        with pytest.raises(ps.ClosedError, match="has what was last fetched .* restore a checkpoint"):
             step(pipe)
 
 
