@@ -17,7 +17,6 @@ from torch import nn
 
 from penstock.board.phases import timeline_of
 from penstock.capture import Key, Program, Ref, Sizes, Trace
-from penstock.capture.attributes import named_tensors
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.cuts import NOTHING, Apart
@@ -88,9 +87,9 @@ class _Recording:
 
 
 _CHANGED = (
-    "a worker has died while a batch was under way, and the script has changed tensors of the "
-    "model since that batch began, so that it cannot be run again as it was: take all results of "
-    "map() before you change the model"
+    "a worker has died while a batch was under way, and the script has changed parameters since "
+    "that batch began, so that it cannot be run again as it was: take all results of map() before "
+    "you change the model"
 )
 
 
@@ -129,21 +128,21 @@ class _Before(NamedTuple):
     Attributes:
         modules: all of it.
         modes: whether each of them is in training mode.
-        tensors: its parameters and buffers.
-        versions: how often each of them was changed in place.
+        parameters: of the model.
+        versions: how often each of these was changed in place.
         buffers: its buffers, and their contents; none if passes do not change them.
     """
 
     modules: Sequence[nn.Module]
     modes: Sequence[bool]
-    tensors: Sequence[torch.Tensor]
+    parameters: Sequence[torch.Tensor]
     versions: Sequence[int]
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def is_gone(self) -> bool:
-        """Whether the script has changed a tensor since."""
-        return any(map(operator.ne, map(_version, self.tensors), self.versions))
+        """Whether the script has changed a parameter since."""
+        return any(map(operator.ne, map(_version, self.parameters), self.versions))
 
     @contextmanager
     def again(self, workers: Workers) -> Iterator[None]:
@@ -252,7 +251,7 @@ class Runner:
         self._user.ownership = workers.ownership
         self._lost = set(self._held)
         self._modules = tuple(self._program.model.modules())
-        self._tensors = tuple(dict(named_tensors(self._program.model)).values())
+        self._parameters = tuple(self._program.model.parameters())
         for started in self._under_way:
             started.ticket, started.is_again = None, True
             states = [m.states for m in started.order.microbatches if m.states is not None]
@@ -548,7 +547,7 @@ class Runner:
         self.workers.bring_values(buffers)
         return _Before(
             *(self._modules, [module.training for module in self._modules]),
-            *(self._tensors, [_version(tensor) for tensor in self._tensors]),
+            *(self._parameters, [_version(tensor) for tensor in self._parameters]),
             [(buffer, buffer.detach().clone()) for buffer in buffers],
         )
 
@@ -664,14 +663,14 @@ class Runner:
                 started.end = InputError(_CHANGED)
 
     def _end_of(self, started: Started) -> Outcome:
-        if started.end is None:
-            return self.surviving(partial(self._finished, started))
-        if isinstance(started.end, Exception):
-            raise started.end
-        return started.end
+        if isinstance(started.end, Outcome):
+            return started.end
+        return self.surviving(partial(self._finished, started))
 
     def _finished(self, started: Started) -> Outcome:
         self._submit()
+        if isinstance(started.end, Exception):
+            raise started.end
         if started.is_lost:
             raise StatesLost(GONE)
         return self.workers.finish(started.ticket)

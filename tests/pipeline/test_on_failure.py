@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -390,10 +391,29 @@ def test_batches_of_map_that_were_under_way_as_weights_changed(tmp_path: Path) -
     check_training_amid_map(tmp_path)
 
 
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
+class Late(nn.Module):
+    """Takes its time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Late.apply(x)
+        return result
+
+
 @pytest.mark.parametrize("changes", ["nothing", "modes", "weights"])
 def test_what_the_script_does_while_batches_of_map_are_under_way(changes: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.5)).eval()
+    model = nn.Sequential(Late(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(0.5)).eval()
     batches = [torch.randn(4, 6) for _ in range(3)]
     with torch.no_grad():
         wanted = run_with_threads(
@@ -408,7 +428,7 @@ def test_what_the_script_does_while_batches_of_map_are_under_way(changes: str) -
             pipe.train()
         elif changes == "weights":
             with torch.no_grad():
-                model[0].weight.mul_(2.0)
+                model[1].weight.mul_(2.0)
         send(0)(pipe)
         if changes == "weights":
             with pytest.raises(ps.InputError, match="take all results of map"):
