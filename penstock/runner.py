@@ -20,7 +20,6 @@ from penstock.capture import Key, Program, Ref, Sizes, Trace
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.cuts import NOTHING, Apart
-from penstock.capture.equality import same_tensor
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
@@ -147,21 +146,17 @@ class _Before(NamedTuple):
     @contextmanager
     def again(self, workers: Workers) -> Iterator[None]:
         """While open, the model is as it was."""
-        workers.bring_values([buffer for buffer, _ in self.buffers])
         modes = [
             (module, module.training)
             for module, was in zip(self.modules, self.modes, strict=True)
             if module.training != was
         ]
-        changed = [(b, was) for b, was in self.buffers if not same_tensor(b, was)]
-        present = [(buffer, buffer.detach().clone()) for buffer, _ in changed]
         try:
             for module, training in modes:
                 module.training = not training
-            workers.put(changed)
-            yield
+            with workers.holding(self.buffers):
+                yield
         finally:
-            workers.put(present)
             for module, training in modes:
                 module.training = training
 

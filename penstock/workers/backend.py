@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from penstock.board.memory import Board, Reading
 from penstock.capture import Program
+from penstock.capture.equality import same_tensor
 from penstock.devices.choice import (
     Devices,
     device_choices,
@@ -467,10 +468,21 @@ class Workers(ABC):
         """
         return
 
-    def put(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Let tensors of the model hold this, for the passes that begin from now on."""
-        for tensor, content in contents:
-            tensor.data.copy_(content)  # does not count as a change to autograd, nor is it one
+    @contextmanager
+    def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """While open, a pass that is run again finds this in buffers of the model.
+
+        It does not count as a change to autograd, nor is it one.
+        """
+        changed = [(buffer, was) for buffer, was in contents if not same_tensor(buffer, was)]
+        present = [(buffer, buffer.detach().clone()) for buffer, _ in changed]
+        try:
+            for buffer, content in changed:
+                buffer.data.copy_(content)
+            yield
+        finally:
+            for buffer, content in present:
+                buffer.data.copy_(content)
 
     def remembered(self) -> Left:
         """As `left`, as it was after the last pass, although a worker has died.

@@ -279,6 +279,7 @@ class StartPass:
         training: for every module whether it is in training mode, if that has changed.
         attributes: of modules, packed, if some have changed.
         forgotten: modes and numbers of batches that will not come back.
+        contents: of buffers, by number, for a pass that is run again and leaves nothing.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
         copy: that is made after the pass, if one is.
@@ -290,6 +291,7 @@ class StartPass:
     training: Sequence[bool] | None
     attributes: Packed | None
     forgotten: Sequence[tuple[bool, int]]
+    contents: Mapping[int, torch.Tensor]
     settings: Settings | None
     wanted: Sequence[int] | None = None
     copy: Copy | None = None
@@ -318,6 +320,8 @@ class StartPass:
         order, assembly = self.order, own.rank.assembly(self.order.training)
         is_kept = order.trial or order.again
         with leaving_no_trace(own.modules, assembly, order.trial) if is_kept else nullcontext():
+            for number, content in self.contents.items():
+                own.tensors[number].data.copy_(content)
             yield
         if self.copy is not None:
             own.copies.make(own, self.copy, OF_PASS)

@@ -148,6 +148,7 @@ class RayWorkers(Workers):
         self._starter: int | None = None  # the thread that gave the last jobs
         self._closer: int | None = None  # the one that closes
         self._copying: Copying | None = None
+        self._holding: dict[int, torch.Tensor] = {}  # for a pass that is run again
         self._is_brought = False  # whether the script has all that the workers have
         self._model = DriverModel(model)
         self._outbox = Outbox(self._model.number)
@@ -327,6 +328,7 @@ class RayWorkers(Workers):
             training=training,
             attributes=attributes,
             forgotten=(),
+            contents={n: c for n, c in self._holding.items() if n in self._model.at(place)},
             settings=Settings.here() if self._settings_changed else None,
             wanted=None if wanted is None else self._model.numbers(wanted),
         )
@@ -643,11 +645,15 @@ class RayWorkers(Workers):
         ):
             self._model.have(values)
 
-    @torch.no_grad()
-    def put(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Let tensors hold this; it counts as a change by the script, which the actors are told."""
-        for tensor, content in contents:
-            tensor.copy_(content)
+    @contextmanager
+    def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """While open, a pass that is run again finds this in the buffers of the actors."""
+        known = [(self._model.number(buffer), content) for buffer, content in contents]
+        self._holding = {number: content for number, content in known if number is not None}
+        try:
+            yield
+        finally:
+            self._holding = {}
 
     @property
     def _can_be_asked(self) -> bool:
