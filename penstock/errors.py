@@ -221,7 +221,14 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
     ) -> None:
         self.worker = worker
         self._how = how
+        self._advice = ""
         super().__init__(stage, microbatch, action, None, worker)
+
+    def advise(self, advice: str) -> None:
+        """Say more of what came of it, and of what can be done, in sentences; each once."""
+        if advice not in self._advice:
+            self._advice += f". {advice}"
+        self.args = (self._text(),)
 
     @property
     def what(self) -> str:
@@ -232,7 +239,8 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
         return f"worker {self.worker} {self._how} {where}"
 
     def _text(self) -> str:
-        return f"{self.what}; the pipeline is closed{_torn(self.action)}"
+        torn = "" if self._advice else _torn(self.action)
+        return f"{self.what}; the pipeline is closed{torn}{self._advice}"
 
     def _arguments(self) -> tuple[object, ...]:
         return self.worker, self._how, self.stage, self.microbatch, self.action

@@ -156,10 +156,10 @@ class Pipeline:
             its share of the cores. Give a number where workers are to come and go.
         allocator: `"keep"` makes the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` does not change the C library's settings.
-        on_failure: what happens if a worker process ends by itself. `"raise"`: a `WorkerDied`, and
-            the pipeline is closed. `"replace"`: another process takes its place. `"continue"`: the
-            others go on without it, by another plan. In both the work at which it ended is done
-            again, with the same bits; see docs/elastic.md.
+        on_failure: what happens if a worker process, or an actor of a Ray cluster, ends by itself.
+            `"raise"`: a `WorkerDied`, and the pipeline is closed. `"replace"`: another one takes
+            its place. `"continue"`: the others go on without it, by another plan. In both the work
+            at which it ended is done again, with the same bits; see docs/elastic.md.
         audit: when one micro-batch of a pass also runs through the model's own forward and backward
             on one device, to be compared bit for bit. `"auto"`: often in the first twenty passes,
             then for less than 0.5 % of the time. An integer n: before every n-th pass. `None`:
@@ -707,7 +707,7 @@ class Pipeline:
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
         optimizer = PipelineOptimizer(
-            *(kind, chosen, self._running.dividing), surviving=self._runner.surviving, **options
+            *(kind, chosen, self._running.dividing), surviving=self._runner.alone, **options
         )
         self._running.add(optimizer)
         return optimizer
@@ -722,7 +722,8 @@ class Pipeline:
             **options: arguments of `torch.amp.GradScaler`, such as `init_scale`.
         """
         self._check_trains("scaler()")
-        scaler = PipelineScaler(self._runner.loss_device, self._workers, **options)
+        runner = self._runner
+        scaler = PipelineScaler(runner.loss_device, self._workers, runner.alone, **options)
         self._running.add(scaler)
         return scaler
 
@@ -734,7 +735,8 @@ class Pipeline:
         Args:
             of: a copy of the model to use instead, such as the `module` of an `AveragedModel`.
         """
-        return self._workers.state(self.model, self.model if of is None else of)
+        model = self.model if of is None else of
+        return self._runner.alone(lambda: self._workers.state(self.model, model))
 
     def fetch(self) -> None:
         """Bring the weights that workers have changed to this process's model.
@@ -743,7 +745,7 @@ class Pipeline:
         Ray cluster have weights of their own: between two calls the model has those of the last
         one. Under torchrun it does what `state_dict` does, so all ranks have to call it.
         """
-        self._workers.state(self.model, self.model)
+        self._runner.alone(lambda: self._workers.state(self.model, self.model))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the parameters that have one, by their names.
@@ -752,7 +754,8 @@ class Pipeline:
         dropped or set to zero, they are copies. A rank has those of its own stages.
         """
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        found = zip(names, self._workers.gradients(parameters), strict=True)
+        gradients = self._runner.alone(lambda: self._workers.gradients(parameters))
+        found = zip(names, gradients, strict=True)
         return {name: gradient for name, gradient in found if gradient is not None}
 
     def clip_grad_norm_(
@@ -777,7 +780,8 @@ class Pipeline:
         self._check_trains("clip_grad_norm_")
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
         with self._runner.steps.during("clipping"):
-            return self._workers.clip(self._clipped(parameters), clipping)
+            chosen = self._clipped(parameters)
+            return self._runner.alone(lambda: self._workers.clip(chosen, clipping))
 
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
@@ -790,7 +794,8 @@ class Pipeline:
         """
         self._check_trains("clip_grad_value_")
         with self._runner.steps.during("clipping"):
-            self._workers.clip_value(self._clipped(parameters), clip_value, foreach)
+            chosen = self._clipped(parameters)
+            self._runner.alone(lambda: self._workers.clip_value(chosen, clip_value, foreach))
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
         """The parameters to clip; by default all of the model, each once."""
@@ -958,7 +963,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         with self._runner.steps.during("saving"):
-            return self._saver.save(path, background, things)
+            return self._runner.alone(lambda: self._saver.save(path, background, things))
 
     def autosave(
         self,
@@ -1037,6 +1042,9 @@ class Pipeline:
         if wanted is None or wanted == len(self.members) or wanted in self._refused:
             return
         if self._runner.is_busy:  # with results whose backward may come; later
+            return
+        self._running.notice_deaths()
+        if wanted == len(self.members):
             return
         try:
             self.resize(["cpu"] * wanted, progress=None)

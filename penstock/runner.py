@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
@@ -19,7 +20,6 @@ from penstock.capture import Key, Program, Ref, Sizes, Trace
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.cuts import NOTHING, Apart
-from penstock.capture.equality import same_tensor
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
@@ -28,7 +28,7 @@ from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.residents import GONE, States
 from penstock.engine.span import MicroBatch
-from penstock.errors import InputError, StatesLost, WorkerDied, WorkerError
+from penstock.errors import ClosedError, InputError, StatesLost, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
@@ -85,6 +85,13 @@ class _Recording:
     timelines: list[RecordedTimeline] = field(default_factory=list)
 
 
+_CHANGED = (
+    "a worker has died while a batch was under way, and the script has changed parameters since "
+    "that batch began, so that it cannot be run again as it was: take all results of map() before "
+    "you change the model"
+)
+
+
 @dataclass(eq=False)
 class Started:
     """A pass that is under way.
@@ -95,6 +102,8 @@ class Started:
         ticket: for `Workers.finish`; `None` as long as the workers have not been told.
         is_lost: whether it reads states of workers that are gone, so that nobody can run it.
         before: what the model was like when it began, if it may have to be run again later.
+        end: what has come of it, if that is known before it is asked for.
+        is_again: whether other workers had begun it, who are gone.
     """
 
     order: Order
@@ -102,45 +111,58 @@ class Started:
     ticket: Any = None
     is_lost: bool = False
     before: _Before | None = None
+    end: Outcome | Exception | None = None
+    is_again: bool = False
+
+    def again(self, workers: Workers) -> AbstractContextManager[None]:
+        """While open, the model is as it was when it began, if it has begun with others."""
+        if self.before is None or not self.is_again:
+            return nullcontext()
+        return self.before.again(workers)
 
 
 class _Before(NamedTuple):
-    """What a model is like before a forward, of what the forward depends on and may change.
+    """What a model is like before a pass, of what the pass depends on and may change.
 
     Attributes:
-        modes: its modules, and whether each is in training mode.
-        buffers: its buffers, and their contents.
+        modules: all of it.
+        modes: whether each of them is in training mode.
+        parameters: of the model.
+        versions: how often each of these was changed in place.
+        buffers: its buffers, and their contents; none if passes do not change them.
     """
 
-    modes: Sequence[tuple[nn.Module, bool]]
+    modules: Sequence[nn.Module]
+    modes: Sequence[bool]
+    parameters: Sequence[torch.Tensor]
+    versions: Sequence[int]
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-    @classmethod
-    def of(cls, model: nn.Module, changes_buffers: bool) -> _Before:
-        """As it is now."""
-        buffers = [(b, b.detach().clone()) for b in model.buffers()] if changes_buffers else []
-        return cls([(module, module.training) for module in model.modules()], buffers)
+    @property
+    def is_gone(self) -> bool:
+        """Whether the script has changed a parameter since."""
+        return any(map(operator.ne, map(_version, self.parameters), self.versions))
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, workers: Workers) -> Iterator[None]:
         """While open, the model is as it was."""
-        modes = [(m, m.training) for m, was in self.modes if m.training != was]
-        changed = [(b, was) for b, was in self.buffers if not same_tensor(b, was)]
-        present = [(buffer, buffer.detach().clone()) for buffer, _ in changed]
+        modes = [
+            (module, module.training)
+            for module, was in zip(self.modules, self.modes, strict=True)
+            if module.training != was
+        ]
         try:
             for module, training in modes:
                 module.training = not training
-            _put(changed)
-            yield
+            with workers.holding(self.buffers):
+                yield
         finally:
-            _put(present)
             for module, training in modes:
                 module.training = training
 
 
-def _put(contents: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, content in contents:
-        buffer.data.copy_(content)  # does not count as a change to autograd, nor is it one
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Runner:
@@ -223,8 +245,10 @@ class Runner:
         self.steps.use(workers.board, plan, len(workers.devices))
         self._user.ownership = workers.ownership
         self._lost = set(self._held)
+        self._modules = tuple(self._program.model.modules())
+        self._parameters = tuple(self._program.model.parameters())
         for started in self._under_way:
-            started.ticket = None
+            started.ticket, started.is_again = None, True
             states = [m.states for m in started.order.microbatches if m.states is not None]
             started.is_lost = any(each.taken for each in states)
 
@@ -444,6 +468,7 @@ class Runner:
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
         with self.given_up(), self.workers.operation(order.name):
+            self._settle()
             return self.finish(self.start(order))
 
     @contextmanager
@@ -500,8 +525,8 @@ class Runner:
         if self.workers.are_leaving and not self._under_way:
             self.relieve()
         started = Started(order, self.steps.begin())
-        if order.what == "forward" and self.recover is not _raise:
-            started.before = _Before.of(self._program.model, self.changes_buffers())
+        if order.what in ("forward", "infer") and self.recover is not _raise:
+            started.before = self.surviving(partial(self._before, order))
         self._under_way.append(started)
         try:
             self.surviving(self._submit)
@@ -510,15 +535,28 @@ class Runner:
             raise
         return started
 
+    def _before(self, order: Order) -> _Before:
+        """What the model is like before a pass that may have to be run again later."""
+        changes = order.what == "forward" and self.changes_buffers()
+        buffers = list(self._program.model.buffers()) if changes else []
+        self.workers.bring_values(buffers)
+        return _Before(
+            *(self._modules, [module.training for module in self._modules]),
+            *(self._parameters, [_version(tensor) for tensor in self._parameters]),
+            [(buffer, buffer.detach().clone()) for buffer in buffers],
+        )
+
     def _submit(self) -> None:
         """Let the workers know of the passes under way, in order, that they do not know of."""
-        unknown = [s for s in self._under_way if s.ticket is None and not s.is_lost]
+        told = [s.ticket is not None or s.is_lost or s.end is not None for s in self._under_way]
+        unknown = [s for s, is_told in zip(self._under_way, told, strict=True) if not is_told]
         for started in unknown:  # before the first begins: if that fails, workers wait for more
             self._introduce(started.order)
         for started in unknown:
             if self._lost:
                 self._run_again(started.order.number)
-            started.ticket = self.workers.start(started.order)
+            with started.again(self.workers):
+                started.ticket = self.workers.start(started.order)
 
     def _introduce(self, order: Order) -> None:
         """Let the workers know the ways of an order; those that took over may know fewer."""
@@ -530,9 +568,10 @@ class Runner:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
             held = self._held[number]
+            held.is_again = True
             order = held.order.changed(again=True, recorded=False)
             self._introduce(order)
-            with held.before.again() if held.before is not None else nullcontext():
+            with held.again(self.workers):
                 self.workers.finish(self.workers.start(order))
             self._lost.discard(number)
 
@@ -542,6 +581,28 @@ class Runner:
             self._under_way.remove(started)
         self._user.leave()
         self.steps.leave(started.begun)
+
+    def alone(self, work: Callable[[], T]) -> T:
+        """As `surviving`, for work after which a pass that is run again would give another result.
+
+        Raises:
+            WorkerDied: nobody takes over.
+        """
+        self._settle()
+        return self.surviving(work)
+
+    def _settle(self) -> None:
+        """Wait for the passes under way if they are run again where a worker dies."""
+        if self.recover is _raise or not self._user.is_here():
+            return
+        for started in tuple(self._under_way):
+            if started.end is None:
+                try:
+                    started.end = self.surviving(partial(self._finished, started))
+                except Exception as error:
+                    started.end = error  # who waits for this pass is told
+                    if isinstance(error, (WorkerDied, ClosedError)):
+                        raise
 
     def surviving(self, work: Callable[[], T]) -> T:
         """What some work of the workers gives; it is done again if others had to take over.
@@ -555,6 +616,7 @@ class Runner:
                 return work()
             except WorkerDied as death:
                 deaths += 1
+                self._note_what_cannot_run_again()
                 self.recover(death, deaths)
 
     def finish(self, started: Started) -> Outcome:
@@ -566,7 +628,7 @@ class Runner:
         """
         order, begun = started.order, started.begun
         try:
-            outcome = self.surviving(partial(self._finished, started))
+            outcome = self._end_of(started)
         except WorkerError as error:
             if isinstance(error.__cause__, (InputError, StatesLost)):
                 raise error.__cause__ from None  # the user's loss, not the pipeline, is at fault
@@ -589,8 +651,21 @@ class Runner:
                 recording.timelines.append(timeline)
         return outcome
 
+    def _note_what_cannot_run_again(self) -> None:
+        """Passes under way whose weights the script has changed since end in an error."""
+        for started in self._under_way:
+            if started.end is None and started.before is not None and started.before.is_gone:
+                started.end = InputError(_CHANGED)
+
+    def _end_of(self, started: Started) -> Outcome:
+        if isinstance(started.end, Outcome):
+            return started.end
+        return self.surviving(partial(self._finished, started))
+
     def _finished(self, started: Started) -> Outcome:
         self._submit()
+        if isinstance(started.end, Exception):
+            raise started.end
         if started.is_lost:
             raise StatesLost(GONE)
         return self.workers.finish(started.ticket)

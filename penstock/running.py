@@ -6,8 +6,8 @@ import platform
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,8 +28,16 @@ from penstock.devices.machine import processor
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.engine.recordable import check_recorded
-from penstock.errors import ClosedError, InputError, WorkerDied, WorkerError
+from penstock.errors import (
+    ClosedError,
+    InputError,
+    PlanError,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
 from penstock.links.casting import in_words
+from penstock.links.wire import interrupts_wait
 from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.planning.planner import Replanning
@@ -231,7 +239,7 @@ class Running:
         backend = chosen.backend(self._allocator_kept)
         with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)
-            left = self.workers.left()
+            left = self.runner.alone(lambda: self.workers.left())
             request, note = with_one_replica(self.given.request, old, left)
             example = self.given.example
             of = Replanning(old, self._program, *example, backend, request, report)
@@ -264,6 +272,7 @@ class Running:
         Raises:
             ClosedError: nobody could be started.
         """
+        self.runner.alone(lambda: self.workers.bring())
         old, same = self.plan, self.given.as_they_are(self.workers, self.threads)
         for optimizer in self._optimizers:
             optimizer.divide_again()
@@ -339,6 +348,11 @@ class Running:
             raise death
         self._take_over(self.workers.remembered, death.what, death)
 
+    def notice_deaths(self) -> None:
+        """Let others take over for workers that have died since the last pass, if they do."""
+        if self.given.workers.survives:
+            self.runner.alone(lambda: self.workers.fetch_states(()))
+
     def relieve(self) -> None:
         """Let others take over for workers that leave, between two passes."""
         self._take_over(self.workers.left, "a worker was asked to end (SIGTERM)", None)
@@ -356,31 +370,58 @@ class Running:
             ClosedError: nobody could take over.
         """
         began, before, old = time.monotonic(), self.members, self.plan
-        with with_autograd():
-            left = remember()
+        with with_autograd(), interrupts_wait():  # so that nothing is lost by a Ctrl-C
+            left = self._remembered(remember)
             for optimizer in self._optimizers:
                 optimizer.divide_again()
             self._serve_again()
             now = self.workers
             survivors = now.survivors()
-            left.bring()
             chosen = self.given.as_they_are(now, self.threads)
-            if self._fallbacks is not None:
-                if not survivors and death is not None:
-                    death.add_note("No worker is left to go on.")
-                    raise death
-                one_replica = with_one_replica(self.given.request, old, left)[0].replicas == 1
-                plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
-                chosen = self.given.on(list(plan.devices), now, self.threads)
-            else:
+            with self._ending(survivors):
+                left.bring()
                 plan = old
-            self._try_to_use(chosen, plan, survivors, what)
-        self.given = replace(self.given, workers=chosen)
-        took = show_seconds(time.monotonic() - began)
-        another = f"; another plan: {plan.summary}" if plan is not old else ""
-        self.runner.steps.kept.happened(
-            f"{what}; {self.members.news(before)}; others have taken over within {took}{another}"
-        )
+                if self._fallbacks is not None:
+                    if not survivors and death is not None:
+                        death.add_note("No worker is left to go on.")
+                        raise death
+                    one_replica = with_one_replica(self.given.request, old, left)[0].replicas == 1
+                    plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
+                    chosen = self.given.on(list(plan.devices), now, self.threads)
+                self._try_to_use(chosen, plan, survivors, what)
+            self.given = replace(self.given, workers=chosen)
+            took = show_seconds(time.monotonic() - began)
+            another = f"; another plan: {plan.summary}" if plan is not old else ""
+            self.runner.steps.kept.happened(
+                f"{what}; {self.members.news(before)}; others have taken over within "
+                f"{took}{another}"
+            )
+
+    def _remembered(self, remember: Callable[[], Left]) -> Left:
+        """What forwards have left with the workers; an error, if it is lost, says how to resume."""
+        try:
+            return remember()
+        except WorkerDied as death:
+            self.workers.close()
+            newest = self.saver.newest
+            death.advise(
+                f"Resume from the checkpoint {newest}"
+                if newest is not None
+                else "There is no checkpoint of this run: pipe.autosave(folder, every=...) writes "
+                "one, from which penstock.resume goes on"
+            )
+            raise
+
+    @contextmanager
+    def _ending(self, survivors: Any) -> Iterator[None]:
+        """While open, an error ends those that are left; it says how to go on."""
+        try:
+            yield
+        except BaseException as error:
+            survivors.close()
+            if isinstance(error, (InputError, PlanError)):
+                raise type(error)(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error
+            raise
 
     def _try_to_use(self, chosen: WorkerOptions, plan: Plan, survivors: Any, what: str) -> None:
         """Go on with those that are left, and with new ones if that fails.
@@ -399,7 +440,7 @@ class Running:
                 backend = chosen.backend(self._allocator_kept, survivors)
                 self._use(backend, backend.broadcast_plan(self._program, plan))
                 return
-            except WorkerError as error:
+            except (WorkerError, WorkerTimeout) as error:
                 survivors.close()
                 if attempt == _DEATHS - 1:
                     raise ClosedError(

@@ -249,6 +249,12 @@ WORDED = (
         "errors.py",
     ),
     Message(
+        *("WorkerDied", "Workers"),
+        "worker … …; the pipeline is closed. Nobody that is left has a copy of what worker … had: "
+        "… died as well. So what was trained since the last checkpoint is lost. …",
+        "workers/ray/copying.py",
+    ),
+    Message(
         *("AuditError", "The pipeline"),
         "micro-batch … of pass … …. It arises …. The pipeline runs the forward as it was recorded.",
         "errors.py",

@@ -1,10 +1,12 @@
 """What `on_failure` costs while nothing fails: steps of pipelines with and without it.
 
-    python -m penstock.bench surviving [--models gpt,tiny] [--seconds 60] [--json FILE] [--record]
+    python -m penstock.bench surviving [--workers ray] [--models gpt,tiny] [--seconds 60]
+        [--json FILE] [--record]
 
-Pipelines of two worker processes with the same plan take whole steps in turns: gradients are
-dropped, the batch is trained, and Adam updates the parameters. The ratios are medians of pairs,
-with the interval in which 95 % of the medians of resampled pairs lie.
+Pipelines of two worker processes, or of two actors of a Ray cluster on this machine, with the same
+plan take whole steps in turns: gradients are dropped, the batch is trained, and Adam updates the
+parameters. The ratios are medians of pairs, with the interval in which 95 % of the medians of
+resampled pairs lie.
 """
 
 from __future__ import annotations
@@ -45,7 +47,6 @@ class _Side:
                 subject.build(),
                 (self._x,),
                 devices=["cpu", "cpu"],
-                workers="processes",
                 audit=None,
                 **settings,
             )
@@ -63,19 +64,23 @@ class _Side:
         return ended - begun, ended - trained
 
 
-def cost(subject: Subject, seconds: float) -> dict[str, Any]:
+def cost(subject: Subject, seconds: float, workers: str = "processes") -> dict[str, Any]:
     """Train for a while, and say what a step takes with each setting.
 
     Args:
         subject: what is trained.
         seconds: how long; a few turns at least.
+        workers: their kind.
     """
     with ExitStack() as stack:
-        first = _Side(subject, {"replicas": 1, "on_failure": _SETTINGS[0]}, stack)
+        first = _Side(
+            subject, {"workers": workers, "replicas": 1, "on_failure": _SETTINGS[0]}, stack
+        )
         plan = first.pipe.plan
         sides = {_SETTINGS[0]: first}
         for setting in _SETTINGS[1:]:
-            sides[setting] = _Side(subject, {"plan": plan, "on_failure": setting}, stack)
+            given = {"workers": workers, "plan": plan, "on_failure": setting}
+            sides[setting] = _Side(subject, given, stack)
         spent: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(spent[_SETTINGS[0]]) < _WARM_UP + _FEWEST:
@@ -93,6 +98,7 @@ def cost(subject: Subject, seconds: float) -> dict[str, Any]:
         }
     return {
         "model": subject.name,
+        "workers": workers,
         "turns": len(without),
         "milliseconds": 1e3 * statistics.median(step for step, _ in without),
         "optimizer_milliseconds": 1e3 * statistics.median(own for _, own in without),
@@ -103,13 +109,14 @@ def cost(subject: Subject, seconds: float) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """Measure and print."""
     parser = record.parser("surviving", __doc__)
+    parser.add_argument("--workers", choices=["processes", "ray"], default="processes")
     parser.add_argument("--models", default="gpt,tiny")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each of them")
     parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(arguments)
     found = []
     for name in options.models.split(","):
-        each = cost(subjects(options.quick)[name], options.seconds)
+        each = cost(subjects(options.quick)[name], options.seconds, options.workers)
         found.append(each)
         print(
             f"{each['model']}: {each['milliseconds']:.2f} ms a step, of which the optimizer takes "

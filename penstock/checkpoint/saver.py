@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ class Saver:
     Args:
         model: whose weights.
         runner: who runs it, by a plan.
+
+    Attributes:
+        newest: the folder of the latest checkpoint that this process has written; `None` if it has
+            written none.
     """
 
     def __init__(self, model: nn.Module, runner: Runner) -> None:
@@ -113,6 +118,7 @@ class Saver:
         self._runner = runner
         self._number = 0
         self._current: Save | None = None
+        self.newest: Path | None = None
 
     def save(
         self, path: str | os.PathLike[str], background: bool, things: Mapping[str, Any]
@@ -130,7 +136,10 @@ class Saver:
                 generators = workers.all_gather("save", generators_now())
             with workers.operation("the end of a save"):
                 if workers.role.leads:
-                    save.run(lambda: self._finish(folder, parts, training, generators), background)
+                    notes = partial(_notes, parts, workers)
+                    save.run(
+                        lambda: self._finish(folder, parts, training, generators, notes), background
+                    )
         except BaseException as error:
             if save.revoke():  # else its thread has the folder, and lets go of it
                 folder.end(isinstance(error, Exception))
@@ -157,7 +166,12 @@ class Saver:
         return found.training, runner.workers.save(order)
 
     def _finish(
-        self, folder: Folder, parts: Sequence[Part], training: bytes, generators: Any
+        self,
+        folder: Folder,
+        parts: Sequence[Part],
+        training: bytes,
+        generators: Any,
+        notes: Callable[[], list[Note]],
     ) -> None:
         """Write what is left, wait for everybody's part, and let it be the checkpoint."""
         number = parts[0].number
@@ -170,7 +184,8 @@ class Saver:
             files[2].write_bytes(self._runner.plan.encode())
             for file in files:
                 sync(file)
-            folder.commit(_index(number, self._notes(parts), files))
+            folder.commit(_index(number, notes(), files))
+            self.newest = folder.path
         except OSError as error:
             folder.end(failed=True)
             raise CheckpointError(
@@ -183,37 +198,6 @@ class Saver:
         finally:
             folder.end()
 
-    def _notes(self, parts: Sequence[Part]) -> list[Note]:
-        """What every part says of itself, when all are written.
-
-        Raises:
-            CheckpointError: one is not.
-        """
-        notes: dict[int, Note] = {}
-        size, grown = -1, time.monotonic()
-        while True:
-            alive = self._runner.workers.all_alive()
-            for part in parts:
-                if part.index not in notes and part.note.exists():
-                    note = msgspec.json.decode(part.note.read_bytes(), type=Note)
-                    if note.error is not None:
-                        raise CheckpointError(note.error)
-                    notes[part.index] = note
-            missing = [part.index for part in parts if part.index not in notes]
-            if not missing:
-                return [notes[part.index] for part in parts]
-            if (now := _size_of(parts[0])) != size:
-                size, grown = now, time.monotonic()
-            is_there = os.path.isdir(parts[0].folder)
-            if not (alive and is_there) or time.monotonic() > grown + _STALLED:
-                why = f"nothing was written for {_STALLED:.0f} s" if alive else "a worker has ended"
-                why = why if is_there else "the folder was removed"
-                raise CheckpointError(
-                    f"the checkpoint {parts[0].folder} is not complete: {why} before the parts of "
-                    f"workers {missing} were there. A checkpoint before it is untouched"
-                )
-            time.sleep(_PAUSE)
-
     def finish(self) -> None:
         """Wait for what this process still does, as the pipeline is closed.
 
@@ -223,6 +207,42 @@ class Saver:
         current, self._current = self._current, None
         if current is not None:
             current.end()
+
+
+def _notes(parts: Sequence[Part], workers: Workers) -> list[Note]:
+    """What every part says of itself, when all are written.
+
+    Args:
+        parts: of a checkpoint.
+        workers: that write them; others may have taken over since.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    notes: dict[int, Note] = {}
+    size, grown = -1, time.monotonic()
+    while True:
+        alive = workers.all_alive()
+        for part in parts:
+            if part.index not in notes and part.note.exists():
+                note = msgspec.json.decode(part.note.read_bytes(), type=Note)
+                if note.error is not None:
+                    raise CheckpointError(note.error)
+                notes[part.index] = note
+        missing = [part.index for part in parts if part.index not in notes]
+        if not missing:
+            return [notes[part.index] for part in parts]
+        if (now := _size_of(parts[0])) != size:
+            size, grown = now, time.monotonic()
+        is_there = os.path.isdir(parts[0].folder)
+        if not (alive and is_there) or time.monotonic() > grown + _STALLED:
+            why = f"nothing was written for {_STALLED:.0f} s" if alive else "a worker has ended"
+            why = why if is_there else "the folder was removed"
+            raise CheckpointError(
+                f"the checkpoint {parts[0].folder} is not complete: {why} before the parts of "
+                f"workers {missing} were there. A checkpoint before it is untouched"
+            )
+        time.sleep(_PAUSE)
 
 
 def _size_of(part: Part) -> int:

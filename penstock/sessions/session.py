@@ -504,7 +504,7 @@ class Sessions:
 
     def refresh(self) -> None:
         """Have present weights in the model of this process, which runs parts of it itself."""
-        self._runner.workers.refresh(self._program.model)
+        self._runner.alone(lambda: self._runner.workers.refresh(self._program.model))
 
     def held(self) -> Mapping[int, int]:
         """The bytes of the states that the script has, by stage."""

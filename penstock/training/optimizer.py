@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from penstock.workers.optimizer_parts import Groups, Parts, move_state
 Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
 
-def _once(work: Callable[[], None]) -> None:
-    work()
+def _once(work: Callable[[], Any]) -> Any:
+    return work()
 
 
 class PipelineOptimizer(Optimizer):
@@ -39,7 +40,7 @@ class PipelineOptimizer(Optimizer):
         divide: makes the workers' parts of an optimizer from its class, groups and options.
         master_weights: whether to update half-precision parameters with float32 copies, see
             `penstock.training.masters`.
-        surviving: does a step, and again if other workers had to take over; once by default.
+        surviving: does some work, and again if other workers had to take over; once by default.
         options: arguments of `kind`.
 
     Raises:
@@ -52,7 +53,7 @@ class PipelineOptimizer(Optimizer):
         params: Iterable[Any],
         divide: Divide,
         master_weights: bool = False,
-        surviving: Callable[[Callable[[], None]], None] = _once,
+        surviving: Callable[[Callable[[], Any]], Any] = _once,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):
@@ -76,7 +77,7 @@ class PipelineOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does."""
         if getattr(self, "_parts", None) is not None:
-            self._parts.fetch(self.state)  # type: ignore[union-attr]
+            self._surviving(self._fetch)
         super().add_param_group(param_group)
         self._parts = None
 
@@ -138,18 +139,24 @@ class PipelineOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of a plain optimizer over all parameters, copied from the workers."""
+        self._surviving(self._fetch)
+        return super().state_dict()
+
+    def _fetch(self) -> None:
         if self._parts is not None:
             self._parts.fetch(self.state)
-        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an optimizer of this class, also of a plain one."""
+        self._surviving(partial(self._load, state_dict))
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self._kind is MasterWeights:
             restore_float32(self, state_dict)
         parts, self._parts = self._parts, None
         if parts is not None:
-            parts.load(self.state)  # if that is interrupted, the next step loads all of it
+            parts.load(self.state)  # if that is given up, the next step loads all of it
             self._parts = parts
 
 

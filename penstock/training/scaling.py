@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,10 @@ Found = dict[torch.device, torch.Tensor]
 """For every device a scalar that is more than 0 if there is a gradient with an inf or a nan."""
 
 
+def _once(work: Callable[[], Any]) -> Any:
+    return work()
+
+
 class PipelineScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a pipeline: `scale`, `unscale_`, `step`, `update` as in torch.
 
@@ -25,6 +30,8 @@ class PipelineScaler(torch.amp.GradScaler):
     Args:
         device: of the pipeline's last stage; the scale is there.
         workers: of the pipeline; another plan has others.
+        surviving: does some work of theirs, and again if other workers had to take over; once by
+            default.
         **options: those of `torch.amp.GradScaler`, `init_scale` and so on.
 
     Raises:
@@ -35,8 +42,10 @@ class PipelineScaler(torch.amp.GradScaler):
         self,
         device: torch.device,
         workers: Workers,
+        surviving: Callable[[Callable[[], Any]], Any] = _once,
         **options: Any,
     ) -> None:
+        self._surviving = surviving
         try:
             super().__init__(device.type, **options)
             self._home = device
@@ -81,7 +90,9 @@ class PipelineScaler(torch.amp.GradScaler):
             _check_dtype(optimizer)
             unscale = partial(super()._unscale_grads_, optimizer, inv_scale, found_inf, allow_fp16)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            found = self.workers.unscale(parameters, inv_scale, allow_fp16, unscale)
+            found = self._surviving(
+                lambda: self.workers.unscale(parameters, inv_scale, allow_fp16, unscale)
+            )
             parts = self.workers.all_gather("unscale_", found)
         scalars = [scalar.to(self._home) for part in parts for scalar in part]
         return {self._home: torch.stack(scalars).sum()} if scalars else {}

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from penstock.board.memory import Board, Reading
 from penstock.capture import Program
+from penstock.capture.equality import same_tensor
 from penstock.devices.choice import (
     Devices,
     device_choices,
@@ -451,11 +452,47 @@ class Workers(ABC):
         """
         self.close()
 
+    def bring(self) -> None:
+        """Have in this process all that only the workers have, before others come.
+
+        Raises:
+            WorkerDied: one has died.
+        """
+        return
+
+    def bring_values(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have what these tensors of the model hold in this process, where workers have changed it.
+
+        Raises:
+            WorkerDied: one has died.
+        """
+        return
+
+    @contextmanager
+    def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """While open, a pass that is run again finds this in buffers of the model.
+
+        It does not count as a change to autograd, nor is it one.
+        """
+        changed = [(buffer, was) for buffer, was in contents if not same_tensor(buffer, was)]
+        present = [(buffer, buffer.detach().clone()) for buffer, _ in changed]
+        try:
+            for buffer, content in changed:
+                buffer.data.copy_(content)
+            yield
+        finally:
+            for buffer, content in present:
+                buffer.data.copy_(content)
+
     def remembered(self) -> Left:
         """As `left`, as it was after the last pass, although a worker has died.
 
+        All that only the workers have had is in this process afterwards, as it was before the work
+        in which the worker has died.
+
         Raises:
-            InputError: some of it is lost.
+            WorkerDied: some of it is lost.
+            InputError: some of it cannot be brought from them.
         """
         return Left()
 

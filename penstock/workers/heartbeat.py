@@ -7,10 +7,13 @@ heartbeat, by threads that do nothing else (`Beats`).
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from penstock.board import process
@@ -65,14 +68,24 @@ class Pulse:
         self._seen, self._looked = seen, now
         return seen is not None and now - self._since >= _LASTING
 
+    def kill(self) -> None:
+        """End it at once, unless it is gone already."""
+        if self._fields():
+            with suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
     def _look(self) -> int | None:
         """The time that it has run for, if it is stopped."""
-        fields = process.fields(self.pid)
+        fields = self._fields()
         if not fields or fields[process.STATE] != _STOPPED:
             return None
-        if self._started not in (None, int(fields[process.STARTED])):
-            return None
         return int(fields[process.USER]) + int(fields[process.SYSTEM])
+
+    def _fields(self) -> Sequence[str]:
+        """What the kernel says of it; nothing if another process has its number now."""
+        fields = process.fields(self.pid)
+        is_it = fields and self._started in (None, int(fields[process.STARTED]))
+        return fields if is_it else ()
 
 
 class Beats:

@@ -17,6 +17,7 @@ from penstock.workers.ranks.backend import RankBackend
 from penstock.workers.ranks.rendezvous import check_is_alone, is_ray_train, is_torchrun
 from penstock.workers.ray.backend import RayBackend
 from penstock.workers.ray.options import Ray
+from penstock.workers.ray.pool import ActorSurvivors
 from penstock.workers.threads.backend import ThreadBackend
 
 OnFailure = Literal["raise", "replace", "continue"]
@@ -38,7 +39,7 @@ class WorkerOptions:
         allocator: whether the process keeps freed memory.
         least: so many workers are needed, if they are left to the plan.
         threads: intra-op threads of each CPU worker; 0 for its share of the cores.
-        on_failure: what happens if a worker process ends.
+        on_failure: what happens if a worker process or an actor ends.
 
     Raises:
         InputError: an option has no meaning.
@@ -89,12 +90,14 @@ class WorkerOptions:
         """Whether others go on if a worker ends."""
         return self.on_failure != "raise"
 
-    def backend(self, allocator_kept: bool, survivors: Survivors | None = None) -> Backend:
+    def backend(
+        self, allocator_kept: bool, survivors: Survivors | ActorSurvivors | None = None
+    ) -> Backend:
         """Workers of this kind, without a plan.
 
         Args:
             allocator_kept: whether worker processes keep freed memory.
-            survivors: processes that are to be among them.
+            survivors: processes or actors that are to be among them.
 
         Raises:
             InputError: the devices do not fit; or the kind is `"auto"`, and this process is one of
@@ -108,11 +111,12 @@ class WorkerOptions:
         if self.workers == "auto":
             check_is_alone()
         if self.workers == "ray" or isinstance(self.workers, Ray):
-            self._check_raises("actors of a Ray cluster")
             return RayBackend(
                 *(self.devices, self.least, self.threads),
                 options=self.workers if isinstance(self.workers, Ray) else Ray(),
                 allocator_kept=allocator_kept,
+                survives=self.survives,
+                survivors=survivors if isinstance(survivors, ActorSurvivors) else None,
             )
         if self.workers == "processes":
             return ProcessBackend(
@@ -120,7 +124,7 @@ class WorkerOptions:
                 allocator_kept=allocator_kept,
                 survives=self.survives,
                 spares=int(self.on_failure == "replace"),
-                survivors=survivors,
+                survivors=survivors if isinstance(survivors, Survivors) else None,
             )
         self._check_raises("threads, which end with this process")
         return ThreadBackend(self.devices, self.least, self.threads)
@@ -133,7 +137,8 @@ class WorkerOptions:
         """
         if self.survives:
             raise InputError(
-                f'on_failure="{self.on_failure}" is for workers="processes", not for {others}. '
+                f'on_failure="{self.on_failure}" is for workers="processes" and workers="ray", '
+                f"not for {others}. "
                 "pipe.autosave(folder, every=...) and penstock.resume let a script go on that was "
                 "started again"
             )

@@ -135,7 +135,7 @@ class Pool(ABC):
             parted = whole and begun and not isinstance(interruption, Exception)
             self._give_up(interruption)
             if parted:
-                self.close(f"{type(interruption).__name__} came as jobs were given out: {TORN}")
+                self._part(f"{type(interruption).__name__} came as jobs were given out: {TORN}")
             raise
         return current
 
@@ -269,7 +269,7 @@ class Pool(ABC):
         except Late:
             self.fail(f"a worker was still busy {self._grace:.0f} s after {type(why).__name__}")
         except BaseException as again:  # an impatient user
-            self.close(f"{type(again).__name__} came while the workers were being stopped")
+            self._part(f"{type(again).__name__} came while the workers were being stopped")
             raise
         else:
             if broken := self._broken():
@@ -279,6 +279,10 @@ class Pool(ABC):
 
     def fail(self, why: str) -> None:
         """They cannot go on as they are."""
+        self.close(why)
+
+    def _part(self, why: str) -> None:
+        """Nobody knows what each of them has done."""
         self.close(why)
 
     def _broken(self) -> str | None:

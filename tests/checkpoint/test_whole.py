@@ -88,10 +88,10 @@ def test_an_error_just_when_the_rest_is_begun_leaves_the_rest_alone(
 ) -> None:
     """The thread that finishes the save has the folder then: nobody removes what it commits."""
     run.save(tmp_path)
-    raised, workers, notes = threading.Event(), run.pipe._runner.workers, saver.Saver._notes
+    raised, workers, notes = threading.Event(), run.pipe._runner.workers, saver._notes
 
-    def patient(self: Any, parts: Any) -> Any:
-        found = notes(self, parts)
+    def patient(*given: Any) -> Any:
+        found = notes(*given)
         raised.wait(20)
         return found
 
@@ -102,7 +102,7 @@ def test_an_error_just_when_the_rest_is_begun_leaves_the_rest_alone(
             raise kind("just now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver.Saver, "_notes", patient)
+        patch.setattr(saver, "_notes", patient)
         patch.setattr(workers, "operation", operation)
         with pytest.raises(kind):
             run.save(tmp_path, background=True)

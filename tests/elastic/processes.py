@@ -1,11 +1,13 @@
-"""Runs of worker processes through random events, which end with the bits of one device.
+"""Runs of worker processes and actors through random events, which end with one device's bits.
 
-python -m tests.elastic.processes [--model gpt] [--runs 1] [--seed 0] [--events 20] [--steps 200]
+python -m tests.elastic.processes [--workers ray] [--model gpt] [--runs 1] [--seed 0] [--events 20]
+    [--steps 200]
 
 A run has two or three workers, as stages, replicas or whatever is predicted to be fastest. Its
 events come at random moments of random steps: a worker is killed, or two of them at once; one gets
 SIGTERM; one is stopped; one more joins; one leaves. In every other run those that are left go on,
-in the others they are replaced.
+in the others they are replaced. Two actors of a Ray cluster are not killed at once: one may be the
+buddy of the other.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ import torch
 
 import penstock as ps
 from tests.elastic.training import MICROBATCHES, RATE, STEPS, TASKS, Task, reference
+from tests.support.actors import have_ray
 
 EVENTS = 20
+_GONE = 30.0  # seconds until Ray has ended the actors of a pipeline that is closed
 MOST = 3  # workers
 
 _KINDS = ("SIGKILL", "SIGKILL", "SIGKILL", "two SIGKILL", "SIGTERM", "SIGSTOP", "joins", "leaves")
@@ -61,6 +65,7 @@ class Outcome:
     """What has become of a run.
 
     Attributes:
+        workers: their kind.
         model: that was trained.
         seed: of what was left to chance.
         steps: of the run.
@@ -72,6 +77,7 @@ class Outcome:
         problems: what is not as it should be.
     """
 
+    workers: Literal["processes", "ray"]
     model: str
     seed: int
     steps: int
@@ -85,7 +91,7 @@ class Outcome:
     def line(self) -> str:
         """All of it but single events, as JSON."""
         found = {
-            "workers": "processes",
+            "workers": self.workers,
             "model": self.model,
             "seed": self.seed,
             "steps": self.steps,
@@ -100,7 +106,14 @@ class Outcome:
         return json.dumps(found)
 
 
-def run(model: str, seed: int, expected: dict[str, Any], steps: int, events: int) -> Outcome:
+def run(
+    model: str,
+    seed: int,
+    expected: dict[str, Any],
+    steps: int,
+    events: int,
+    workers: Literal["processes", "ray"] = "processes",
+) -> Outcome:
     """Let random events happen to a run, and compare its end with an undisturbed one's.
 
     Args:
@@ -109,12 +122,15 @@ def run(model: str, seed: int, expected: dict[str, Any], steps: int, events: int
         expected: how it has to end.
         steps: of the run.
         events: how many.
+        workers: their kind.
     """
     rng = random.Random(f"{model} {seed}")
     outcome = Outcome(
-        *(model, seed, steps, "replace" if seed % 2 == 0 else "continue"),
-        replicas="auto" if seed % 3 == 0 else 1,
+        *(workers, model, seed, steps, "replace" if seed % 2 == 0 else "continue"),
+        replicas="auto" if seed % 3 == 0 and workers == "processes" else 1,
     )
+    if workers == "ray":
+        have_ray()
     began = time.monotonic()
     try:
         found = _Happening(outcome, rng, TASKS[model]).train(events)
@@ -151,7 +167,7 @@ class _Happening:
             (task.batch(0)[0],),
             devices=["cpu"] * self._rng.choice([2, MOST]),
             num_microbatches=MICROBATCHES,
-            workers="processes",
+            workers=ps.Ray(cpus=1) if outcome.workers == "ray" else "processes",
             replicas=outcome.replicas,
             on_failure=outcome.on_failure,
         ) as pipe:
@@ -167,15 +183,21 @@ class _Happening:
                 self._times.append(time.monotonic() - began)
                 if event is not None:
                     event.now = len(pipe.members)
-            found = {name: value.clone() for name, value in model.state_dict().items()}
+            found = {name: value.clone() for name, value in pipe.state_dict().items()}
         outcome.step_seconds = usual = statistics.median(self._times)
         ends = [event.step for event in outcome.events[1:]]
         for event, end in zip(outcome.events, [*ends, steps], strict=True):
             late = [t - usual for t in self._times[event.step : end] if t > 2 * usual]
             event.seconds = sum(late)
-        left = [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
+        deadline = time.monotonic() + _GONE
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         outcome.problems += [f"these processes are left: {left}"] if left else []
         return found
+
+    def _left(self) -> list[int]:
+        """The workers' processes that have not ended."""
+        return [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
 
     def _event(self, pipe: ps.Pipeline, step: int) -> Event:
         """Have something happen, now or in a moment."""
@@ -199,6 +221,10 @@ class _Happening:
             return workers < MOST
         if kind == "leaves":
             return workers > 1
+        if kind.startswith("two") and self._outcome.workers == "ray":
+            return False
+        if self._outcome.workers == "ray" and workers == 1:
+            return False
         is_safe = self._outcome.on_failure == "replace"
         return is_safe or workers > (2 if kind.startswith("two") else 1)
 
@@ -228,6 +254,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def main() -> int:
     """Run them; 1 if anything is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", choices=["processes", "ray"], default="processes")
     parser.add_argument("--model", choices=TASKS, action="append")
     parser.add_argument("--runs", type=int, default=1, help="of each model")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
@@ -238,7 +265,8 @@ def main() -> int:
     for model in options.model or TASKS:
         expected = reference(model, options.steps)
         for seed in range(options.seed, options.seed + options.runs):
-            outcomes.append(run(model, seed, expected, options.steps, options.events))
+            asked = options.steps, options.events, options.workers
+            outcomes.append(run(model, seed, expected, *asked))
             print(outcomes[-1].line(), flush=True)
     print(table(outcomes))
     return int(any(outcome.problems for outcome in outcomes))

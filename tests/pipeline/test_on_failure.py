@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ def train(
         optimizer.step()
     for k, own in optimizer.state_dict()["state"].items():
         found |= {f"{name} {k}": torch.as_tensor(value).clone() for name, value in own.items()}
-    return found | {name: value.clone() for name, value in model.state_dict().items()}
+    state = pipe.state_dict() if isinstance(pipe, ps.Pipeline) else model.state_dict()
+    return found | {name: value.clone() for name, value in state.items()}
 
 
 def _plain(kind: Any, parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -199,10 +201,8 @@ def check(
     """Raise unless a run through these events ends as plain PyTorch does."""
     wanted = expected(folder, kind, counts, style)
     model = built(folder, counts)
-    settings = {"devices": ["cpu"] * 2, "replicas": 1} | options
-    pipe = ps.Pipeline(
-        model, (X,), workers="processes", num_microbatches=COUNT, audit=None, **settings
-    )
+    settings = {"devices": ["cpu"] * 2, "replicas": 1, "workers": "processes"} | options
+    pipe = ps.Pipeline(model, (X,), num_microbatches=COUNT, audit=None, **settings)
     with pipe:
         found = train(pipe, model, kind, events, style)
         assert not list(folder.iterdir())  # every trap was sprung
@@ -254,7 +254,11 @@ def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -
             if order.what == "backward":
                 pipe._runner.run = run  # type: ignore[method-assign]
                 send(1)(pipe)
-            return run(order)
+                pipe.model.eval()  # which the forward was not
+            try:
+                return run(order)
+            finally:
+                pipe.model.train()
 
         pipe._runner.run = once  # type: ignore[method-assign]
 
@@ -279,17 +283,17 @@ class Leaky(nn.Module):
         return x
 
 
-def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
+def check_a_forward_again(**given: Any) -> None:
     """What it has changed itself, and what the script has set since."""
     model = nn.Sequential(Leaky(), nn.Dropout(0.5), Leaky())
     x, found = torch.randn(4, 6), []
     options: dict[str, Any] = {"workers": "processes", "replicas": 1, "on_failure": "replace"}
+    options |= {"devices": ["cpu"] * 2, "num_microbatches": 2, "audit": None} | given
     for dies in (False, True):
         own = copy.deepcopy(model)
         torch.manual_seed(1)
-        with ps.Pipeline(
-            own, (x,), devices=["cpu"] * 2, num_microbatches=2, audit=None, **options
-        ) as pipe:
+        with ps.Pipeline(own, (x,), **options) as pipe:
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)  # which changes buffers as well
             result = pipe(x)
             pipe.eval()
             if dies:
@@ -300,6 +304,10 @@ def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
             state = [*pipe.gradients().values(), *pipe.state_dict().values()]
             found.append([tensor.clone() for tensor in state])
     assert all(map(torch.equal, *found))
+
+
+def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
+    check_a_forward_again()
 
 
 def test_what_modules_remember_is_what_it_was_before_the_pass(tmp_path: Path) -> None:
@@ -345,6 +353,91 @@ def test_map_goes_on(tmp_path: Path) -> None:
                 send(0)(pipe)
         assert pipe.members.number == 1
     assert all(map(torch.equal, found, wanted))
+
+
+def check_training_amid_map(folder: Path, **options: Any) -> None:
+    """A worker dies when weights have changed since the batches under way began."""
+    model = built(folder, counts=False).eval()
+    plain, batches = copy.deepcopy(model), [torch.randn(24, 32) for _ in range(6)]
+
+    @torch.no_grad()
+    def results() -> list[torch.Tensor]:
+        return [torch.cat([plain(x) for x in batch.chunk(COUNT)]) for batch in batches]
+
+    def trained() -> list[torch.Tensor]:
+        before = results()
+        for x, y in zip(X.chunk(COUNT), Y.chunk(COUNT), strict=True):
+            (F.mse_loss(plain(x), y) / COUNT).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        return before[:3] + results()[3:]
+
+    wanted = run_with_threads(trained, 1)
+    given: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "workers": "processes"}
+    given |= {"on_failure": "replace", "num_microbatches": COUNT, "audit": None} | options
+    with ps.Pipeline(model, (X,), **given) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        found = []
+        for k, result in enumerate(pipe.map(batches, ahead=3)):
+            found.append(result)
+            if k == 0:
+                pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+                optimizer.step()
+                send(0)(pipe)
+        assert pipe.members.number == 1
+    assert [torch.equal(*both) for both in zip(found, wanted, strict=True)] == [True] * 6
+
+
+def test_batches_of_map_that_were_under_way_as_weights_changed(tmp_path: Path) -> None:
+    check_training_amid_map(tmp_path)
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
+class Late(nn.Module):
+    """Takes its time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Late.apply(x)
+        return result
+
+
+@pytest.mark.parametrize("changes", ["nothing", "modes", "weights"])
+def test_what_the_script_does_while_batches_of_map_are_under_way(changes: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Late(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(0.5)).eval()
+    batches = [torch.randn(4, 6) for _ in range(3)]
+    with torch.no_grad():
+        wanted = run_with_threads(
+            lambda: [torch.cat([model(x) for x in batch.chunk(2)]) for batch in batches], 1
+        )
+    given: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "workers": "processes"}
+    given |= {"on_failure": "replace", "num_microbatches": 2, "audit": None}
+    with ps.Pipeline(model, (batches[0],), **given) as pipe:
+        results = pipe.map(batches, ahead=3)
+        found = [next(results)]
+        if changes == "modes":
+            pipe.train()
+        elif changes == "weights":
+            with torch.no_grad():
+                model[1].weight.mul_(2.0)
+        send(0)(pipe)
+        if changes == "weights":
+            with pytest.raises(ps.InputError, match="take all results of map"):
+                list(results)
+        else:
+            found += results
+            assert all(map(torch.equal, found, wanted))
+            assert pipe.members.number == 1
+            assert model.training == (changes == "modes")
 
 
 def test_a_worker_that_is_asked_to_end_does_so_between_two_steps(tmp_path: Path) -> None:
@@ -416,7 +509,10 @@ def test_nobody_is_left(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"on_failure": "ignore"}, "choose one of raise, replace, continue"),
-        ({"on_failure": "replace"}, 'is for workers="processes", not for threads'),
+        (
+            {"on_failure": "replace"},
+            'is for workers="processes" and workers="ray", not for threads',
+        ),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

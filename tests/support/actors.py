@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -79,8 +80,12 @@ class Lent(ActorPool):
 POOL: list[Lent] = []
 
 
-def lend(cluster: Cluster, count: int, cpus: float) -> ActorPool:
+def lend(
+    cluster: Cluster, count: int, cpus: float, survives: bool = False, survivors: Any = None
+) -> ActorPool:
     """Actors that were given back, or new ones; others make room for these."""
+    if survives:
+        return ActorPool(cluster, count, cpus, survives, survivors)
     while POOL:
         actors = POOL.pop()
         fits = len(actors) == count and not cluster.options.resources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.board import process
 from penstock.board.process import started_at
 from penstock.errors import WorkerTimeout
 from penstock.links.wire import Wire
@@ -27,6 +29,7 @@ from tests.support.pool import lend
 
 X = torch.randn(6, 8)
 FOREVER = 3600.0  # the tests end long before
+_ATTACH, _DETACH = 16, 17  # what ptrace is asked for
 
 
 @pytest.fixture
@@ -40,9 +43,9 @@ def team() -> Iterator[ProcessPool]:
 @pytest.fixture
 def sleeper() -> Iterator[int]:
     """A process that does nothing."""
-    with subprocess.Popen(["sleep", "100"]) as process:
-        yield process.pid
-        process.kill()
+    with subprocess.Popen(["sleep", "100"]) as found:
+        yield found.pid
+        found.kill()
 
 
 def test_a_stopped_worker_ends_a_step_at_default_settings() -> None:
@@ -115,6 +118,16 @@ def test_the_pulse_of_a_process(sleeper: int, monkeypatch: pytest.MonkeyPatch) -
     while watched.is_stopped():
         pass
     assert seen(watched, clock, 23) == [False]
+
+
+def test_a_process_that_a_debugger_has_stopped_does_not_count(sleeper: int) -> None:
+    ptrace = ctypes.CDLL(None).ptrace
+    if ptrace(_ATTACH, sleeper, None, None):
+        pytest.skip("this process may not trace another one")
+    os.waitpid(sleeper, os.WUNTRACED)
+    assert process.fields(sleeper)[process.STATE] == "t"
+    assert not Pulse(sleeper).is_stopped()
+    ptrace(_DETACH, sleeper, None, None)
 
 
 def test_another_process_of_the_same_number(sleeper: int) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from penstock.board.activity import STARTING, UPDATING
 from penstock.board.memory import Board
@@ -326,7 +327,8 @@ class RunPass:
         keeping = unchanged(loss) if own.replica.of > 1 else nullcontext()
         try:
             is_kept = (order.trial or order.again) and has_work
-            trial = _leaving_no_trace(own, assembly, order.trial) if is_kept else nullcontext()
+            silent = order.trial
+            trial = leaving_no_trace(own.modules, assembly, silent) if is_kept else nullcontext()
             with trial, own_casts(), _in_order(own), keeping:
                 outcome = assembly.run(own.place, order, own.record)
                 outcome.statistics = _statistics(own, order)
@@ -441,16 +443,16 @@ def _statistics(own: WorkerState, order: Order) -> dict[int, dict[int, list[Stat
 
 
 @contextmanager
-def _leaving_no_trace(own: WorkerState, assembly: Assembly, silent: bool) -> Iterator[None]:
+def leaving_no_trace(own: Iterable[nn.Module], assembly: Assembly, silent: bool) -> Iterator[None]:
     """Around a pass that leaves nothing in modules, whatever its stages run.
 
     Args:
-        own: the process.
+        own: the modules of the process.
         assembly: its stages.
         silent: whether users' hooks are not called.
     """
     spans = [s for stage in assembly.stages.values() for way in stage.ways for s in way]
-    modules = dict.fromkeys([*own.modules, *modules_of(spans)])
+    modules = dict.fromkeys([*own, *modules_of(spans)])
     buffers = {id(b): b for module in modules for b in module.buffers(recurse=False)}
     with silenced(modules) if silent else nullcontext(), kept(modules, buffers.values()):
         yield

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from penstock.links.pickling import Inbox, portable
 from penstock.links.wire import SPIN
 from penstock.workers.processes.remembering import Memory
 from penstock.workers.processes.worker_state import loading
+from penstock.workers.ray.copies import ActorCopies
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.rank import ActorRank
 
@@ -47,6 +49,9 @@ class ActorState:
         inbox: unpacks stages; modules that several have in common are the same objects.
         optimizers: its parts of them, by number.
         tickets: of passes under way, by the numbers of their starts.
+        copies: of what it has, and of what others have.
+        doing: the number of the job that it does.
+        given_up: the number of the last job that was given up.
     """
 
     def __init__(self, worker: int) -> None:
@@ -61,6 +66,8 @@ class ActorState:
         self.inbox = Inbox(self.tensors.__getitem__)
         self.optimizers: dict[int, Optimizer] = {}
         self.tickets: deque[Any] = deque()
+        self.copies = ActorCopies()
+        self.doing, self.given_up = -1, -2
         self._rank: ActorRank | None = None
         self._buffers: list[tuple[dict[str, Any], str, int]] = []
 
@@ -87,6 +94,14 @@ class ActorState:
     def begin(self, rank: ActorRank) -> None:
         """From now on it is this rank."""
         self._rank = rank
+
+    def empty(self, worker: int) -> None:
+        """Let go of everything, and be another worker, as yet without a plan."""
+        if self._rank is not None:
+            self._rank.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.__init__(worker)  # type: ignore[misc]
 
     def interrupt(self) -> None:
         """Have the pass that is waited for given up; called from another thread."""
@@ -116,6 +131,10 @@ class ActorState:
             if isinstance(tensor, nn.Parameter) and id(tensor) in own
         }
 
+    def is_given_up(self) -> bool:
+        """Whether the job that it does was given up; may be called from any thread."""
+        return self.doing <= self.given_up
+
     # -- what forwards replace ------------------------------------------------------------
 
     def watch(self, modules: list[nn.Module]) -> None:
@@ -127,6 +146,17 @@ class ActorState:
             for name, buffer in module._buffers.items()
             if buffer is not None and id(buffer) in known
         ]
+
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """What forwards have assigned to buffers and was not put back yet, by their numbers."""
+        found = {number: registry[name] for registry, name, number in self._buffers}
+        return {
+            number: new
+            for number, new in found.items()
+            if new is not None
+            and new is not (known := self.tensors[number])
+            and (new.shape, new.dtype) == (known.shape, known.dtype)
+        }
 
     @torch.no_grad()
     def put_buffers_back(self) -> list[int]:
@@ -170,9 +200,7 @@ class Actor:
 
     def __init__(self, worker: int) -> None:
         self._state = ActorState(worker)
-        self._given_up = -1
-        self._doing = -1  # the number of the job
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # of the numbers of jobs
         self._thread = 0
 
     def do(self, number: int, packed: Pickled) -> tuple[bool, Pickled]:
@@ -189,8 +217,8 @@ class Actor:
         own = self._state
         try:
             with self._lock:
-                self._doing = number
-                if number <= self._given_up:
+                own.doing = number
+                if own.is_given_up():
                     raise Aborted
             with loading():
                 job: Callable[[ActorState], Any] = unpickled(packed)
@@ -206,9 +234,23 @@ class Actor:
     def give_up(self, number: int) -> None:
         """Give up this job and those before it; runs beside them, and may come after them."""
         with self._lock:
-            self._given_up = max(self._given_up, number)
-            if self._doing <= number:
+            self._state.given_up = max(self._state.given_up, number)
+            if self._state.is_given_up():
                 self._state.interrupt()
+
+    def have_buddy(
+        self, membership: int, worker: int, buddy: Any, number: int, has_twins: bool
+    ) -> None:
+        """Send another actor copies from now on, see `ActorCopies`."""
+        self._state.copies.have_buddy(membership, worker, buddy, number, has_twins)
+
+    def hold(self, membership: int, worker: int, packed: Pickled) -> bool:
+        """Keep a copy of what another worker has, see `ActorCopies`; runs beside the jobs."""
+        return self._state.copies.hold(membership, worker, packed)
+
+    def copy_of(self, worker: int, number: int) -> Pickled:
+        """The copy of this number of what a worker has, if it is here; runs beside the jobs."""
+        return pickled(self._state.copies.copy_of(worker, number))
 
     def look(self) -> tuple[str, Reading]:
         """The stack of the thread that does jobs, and what the rank is doing; runs beside them."""

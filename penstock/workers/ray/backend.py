@@ -16,7 +16,7 @@ from penstock.workers.placement import check_separate
 from penstock.workers.processes.jobs import Modes
 from penstock.workers.ray.cluster import Cluster
 from penstock.workers.ray.options import Ray
-from penstock.workers.ray.pool import ActorPool
+from penstock.workers.ray.pool import ActorPool, ActorSurvivors
 from penstock.workers.ray.workers import RayWorkers
 from penstock.workers.threads.backend import ThreadProbe
 
@@ -34,6 +34,8 @@ class RayBackend(DrivenBackend):
         devices, least, threads: as of `DrivenBackend`; every device is the CPU of some node.
         options: what is wanted of the cluster.
         allocator_kept: whether the actors' processes keep freed memory.
+        survives: whether they can go on if one of them dies.
+        survivors: actors that others have left; new ones are started as far as they do not suffice.
 
     Raises:
         DeviceError: a device does not exist.
@@ -51,10 +53,20 @@ class RayBackend(DrivenBackend):
         *,
         options: Ray,
         allocator_kept: bool,
+        survives: bool = False,
+        survivors: ActorSurvivors | None = None,
     ) -> None:
         self._options = options
         self._allocator_kept = allocator_kept
-        self._cluster = Cluster(options, _number_of(devices) or options.max or least)
+        self._survives = survives
+        self._survivors = survivors
+        if survivors is not None and not survivors:
+            survivors.close()
+            self._survivors = None
+        if self._survivors is not None:
+            self._cluster = self._survivors.cluster
+        else:
+            self._cluster = Cluster(options, _number_of(devices) or options.max or least)
         try:
             if devices is None and options.max is not None:
                 devices = ["cpu"] * self._room(options.min, options.max)
@@ -108,7 +120,9 @@ class RayBackend(DrivenBackend):
         """Start as many actors as the plan has workers, and send them their stages."""
         check_separate(model)
         count = len(plan.devices)
-        pool = ActorPool(self._cluster, count, self._cluster.share_of(self.threads, count))
+        survivors = self._survivors
+        cpus = survivors.cpus if survivors else self._cluster.share_of(self.threads, count)
+        pool = ActorPool(self._cluster, count, cpus, self._survives, survivors)
         modes = Modes.here(self.threads, count, self._allocator_kept)
         seconds = timeout or max(_TIMEOUT, TIMEOUTS * plan.predicted_step_seconds)
         return RayWorkers(plan, model, pool, self.in_order(plan), seconds, modes)

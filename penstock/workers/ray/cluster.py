@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from penstock.devices.cores import cores
 from penstock.errors import InputError, PenstockError
 from penstock.workers.ray.options import Ray
 
+_PAUSE = 0.2  # seconds between two looks
 _LITTLE = 0.001  # of a CPU
 _LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _CONTROL = {"control": 2}  # threads of an actor that answer beside its jobs
@@ -169,20 +171,58 @@ class Cluster:
                 remove_placement_group(group)
             if not isinstance(error, package.exceptions.GetTimeoutError):
                 raise
-            free = "; ".join(
-                f"node {node.host} has {node.free.get('CPU', 0):g} of "
-                f"{node.total.get('CPU', 0):g} CPUs free{', and is leaving' * node.leaves}"
-                for node in self.nodes()
-            )
             raise InputError(
                 f"the cluster had no room for {workers} workers with {_said(need)} each within "
-                f"{self.options.wait:g} s ({free}). Give fewer devices=, or other "
+                f"{self.options.wait:g} s ({self._said_of_nodes()}). Give fewer devices=, or other "
                 f"ps.Ray(cpus=, resources=, placement=), or add nodes and a longer wait="
             ) from None
         return group
 
-    def start(self, group: Any, workers: int, cpus: float, kind: type) -> list[Any]:
-        """Start actors of this class on what was reserved; their constructors get their numbers."""
+    def placed(self, group: Any) -> dict[int, str]:
+        """The bundles of a placement group that are on nodes which are there and stay; which."""
+        from ray.util import placement_group_table
+
+        staying = {node.id for node in self.nodes() if not node.leaves}
+        table = placement_group_table(group)
+        found: dict[int, str] = table["bundles_to_node_id"]
+        return {bundle: node for bundle, node in found.items() if node in staying}
+
+    def free_bundles(self, group: Any, taken: Sequence[int], count: int) -> list[int]:
+        """So many bundles of a placement group for actors that take the place of others.
+
+        Where a node has gone, Ray looks for another one that has room for its bundles.
+
+        Args:
+            group: the placement group.
+            taken: the bundles that have actors.
+            count: how many are needed.
+
+        Raises:
+            InputError: the cluster has not had so much room in time.
+        """
+        deadline = time.monotonic() + self.options.wait
+        while True:
+            free = [bundle for bundle in self.placed(group) if bundle not in taken]
+            if len(free) >= count:
+                return sorted(free)[:count]
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"{count} workers of {len(taken) + count} have ended, and the cluster had no "
+                    f"room for {count - len(free)} others within {self.options.wait:g} s "
+                    f"({self._said_of_nodes()}). Add nodes and a longer wait=, or use "
+                    'on_failure="continue"'
+                )
+            time.sleep(_PAUSE)
+
+    def _said_of_nodes(self) -> str:
+        return "; ".join(
+            f"node {node.host} has {node.free.get('CPU', 0):g} of "
+            f"{node.total.get('CPU', 0):g} CPUs free{', and is leaving' * node.leaves}"
+            for node in self.nodes()
+        )
+
+    def start(self, group: Any, bundles: Sequence[int], cpus: float, kind: type) -> list[Any]:
+        """Start actors of this class on bundles that were reserved; they are given the numbers."""
         package = ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -190,9 +230,9 @@ class Cluster:
         env = dict(self.options.runtime_env)
         found = []
         with _quiet():
-            for worker in range(workers):
+            for bundle in bundles:
                 strategy = PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=worker
+                    placement_group=group, placement_group_bundle_index=bundle
                 )
                 options = remote.options(
                     num_cpus=cpus,
@@ -202,7 +242,7 @@ class Cluster:
                     max_task_retries=0,
                     runtime_env=env or None,
                 )
-                found.append(options.remote(worker))
+                found.append(options.remote(bundle))
         return found
 
 

@@ -6,7 +6,8 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -30,11 +31,14 @@ from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
 from penstock.workers.clipping import Clipping
 from penstock.workers.optimizer_parts import own_groups, use_settings
+from penstock.workers.pool import Job
 from penstock.workers.processes.following import follow
+from penstock.workers.processes.jobs import leaving_no_trace
 from penstock.workers.processes.shared_model import Shared
 from penstock.workers.processes.worker_state import loading
 from penstock.workers.ranks.rendezvous import LISTEN, Entry, Others, launched
 from penstock.workers.ray.actor import ActorState, step_failed
+from penstock.workers.ray.copies import OF_OTHERS, OF_PASS, Copy
 from penstock.workers.ray.rank import ActorRank
 
 _TIMEOUT = 120.0  # seconds in which all actors have to be there
@@ -43,6 +47,23 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 # -- finding each other --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Be a worker of another pool than before.
+
+    Attributes:
+        worker: its number there.
+    """
+
+    worker: int
+
+    def __call__(self, own: ActorState) -> None:
+        """Let go of everything that the actor had in the pool before."""
+        own.empty(self.worker)
+        gc.unfreeze()
+        gc.collect()
 
 
 @dataclass(frozen=True)
@@ -258,8 +279,10 @@ class StartPass:
         training: for every module whether it is in training mode, if that has changed.
         attributes: of modules, packed, if some have changed.
         forgotten: modes and numbers of batches that will not come back.
+        contents: of buffers, by number, for a pass that is run again and leaves nothing.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
+        copy: that is made after the pass, if one is.
     """
 
     order: Order
@@ -268,21 +291,24 @@ class StartPass:
     training: Sequence[bool] | None
     attributes: Packed | None
     forgotten: Sequence[tuple[bool, int]]
+    contents: Mapping[int, torch.Tensor]
     settings: Settings | None
     wanted: Sequence[int] | None = None
+    copy: Copy | None = None
 
     def __call__(self, own: ActorState) -> None:
-        """Start it; the rest happens in the rank's thread, right before the pass."""
+        """Start it; the rest happens in the rank's thread, right before the pass and after it."""
         with loading():
             loss: Loss | None = unpack(*self.loss) if self.loss else None
             attributes = unpack(*self.attributes) if self.attributes else {}
         for mode, number in self.forgotten:
             own.rank.forget(mode, number)
         order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
-        before = partial(self._prepare, own, attributes)
-        own.tickets.append((order, own.rank.start_after(before, order)))
+        ticket = own.rank.start_within(self._around(own, attributes), order)
+        own.tickets.append((order, ticket, self.copy))
 
-    def _prepare(self, own: ActorState, attributes: Any) -> None:
+    @contextmanager
+    def _around(self, own: ActorState, attributes: Any) -> Iterator[None]:
         if self.settings is not None:
             self.settings.apply()
         if self.training is not None:
@@ -291,6 +317,14 @@ class StartPass:
         follow(own.modules, attributes)
         own.memory.note(attributes)
         self.news.apply(own)
+        order, assembly = self.order, own.rank.assembly(self.order.training)
+        is_kept = order.trial or order.again
+        with leaving_no_trace(own.modules, assembly, order.trial) if is_kept else nullcontext():
+            for number, content in self.contents.items():
+                own.tensors[number].data.copy_(content)
+            yield
+        if self.copy is not None:
+            own.copies.make(own, self.copy, OF_PASS)
 
 
 class Done(NamedTuple):
@@ -320,11 +354,11 @@ class FinishPass:
     number: int
 
     def __call__(self, own: ActorState) -> Done:
-        """Give what has come of it."""
-        places = [k for k, (order, _) in enumerate(own.tickets) if order.number == self.number]
+        """Give what has come of it, when the buddy has a copy of what the worker has since."""
+        places = [k for k, (order, *_) in enumerate(own.tickets) if order.number == self.number]
         if not places:
             raise Aborted
-        order, ticket = own.tickets[places[0]]
+        order, ticket, copy = own.tickets[places[0]]
         del own.tickets[places[0]]
         outcome = own.rank.finish(ticket)
         if order.loss is not None:
@@ -335,7 +369,10 @@ class FinishPass:
         present = None
         if order.goes_back:
             present = [n for n, p in own.own_parameters().items() if p.grad is not None]
-        return Done(outcome, present, replaced, monotonic_ns())
+        done = Done(outcome, present, replaced, monotonic_ns())
+        if copy is not None:
+            own.copies.send(copy, own.is_given_up)
+        return done
 
 
 @dataclass(frozen=True)
@@ -512,6 +549,26 @@ class Update:
     def __call__(self, own: ActorState) -> None:
         """Do that, after the passes that are under way."""
         own.rank.in_thread(partial(self.news.apply, own))
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Do a job, and have the buddy take a copy of what the worker has since.
+
+    Attributes:
+        job: what is done.
+        copy: the copy.
+    """
+
+    job: Job
+    copy: Copy
+
+    def __call__(self, own: ActorState) -> Any:
+        """Give what the job gives."""
+        found = self.job(own)
+        own.rank.in_thread(partial(own.copies.make, own, self.copy, OF_OTHERS))
+        own.copies.send(self.copy, own.is_given_up)
+        return found
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class DriverModel:
         self._unsure: dict[int, _Draft] = {}  # by place: sent, but perhaps lost
         self._again: dict[int, _Draft] = {}  # lost, perhaps, and not yet sent again
         self.stale: set[int] = set()
+        self._has_news = False  # of which no copy is to be made yet
         self._is_closed = False
         self._is_sending = False
         hook = _Hook(self)
@@ -166,8 +167,8 @@ class DriverModel:
             InputError: see `check`.
         """
         self.check()
-        drafts = [self._again.pop(place, _Draft()) for place in range(places)]
-        for number in sorted(self._changed()):
+        drafts = [self._again.setdefault(place, _Draft()) for place in range(places)]
+        for number in sorted(self._changed()):  # whatever is noted is noted here first
             tensor = self.tensors[number]
             drafts[self._places[number] or 0].values[number] = tensor.detach()
             self._versions[number] = _state(tensor)
@@ -176,23 +177,25 @@ class DriverModel:
             place = self._places[number]
             if place is not None and isinstance(tensor, nn.Parameter):
                 self._look_at(number, tensor, drafts[place])
+        self._has_news |= any(drafts)
         for place, draft in enumerate(drafts):
             self._unsure.setdefault(place, _Draft()).update(draft)
+        self._again = {}
         return [draft.news() for draft in drafts]
 
     def _look_at(self, number: int, parameter: nn.Parameter, draft: _Draft) -> None:
         """Note what the script has done to a parameter's gradient, and to `requires_grad`."""
         if parameter.requires_grad != self._requires_grad[number]:
-            self._requires_grad[number] = parameter.requires_grad
             draft.requires_grad[number] = parameter.requires_grad
+            self._requires_grad[number] = parameter.requires_grad
         now, before = parameter.grad, self._stand_ins.get(number)
         if now is before:
             if before is not None and before.is_zeroed:
-                before.is_zeroed = False
                 draft.zeroed.add(number)
+                before.is_zeroed = False
         elif now is None:
-            del self._stand_ins[number]
             draft.drop(number)
+            del self._stand_ins[number]
         elif not isinstance(now, GradientElsewhere):
             draft.give(number, now.detach())
             self._stand_in(number, parameter)
@@ -210,6 +213,11 @@ class DriverModel:
             older = self._again.setdefault(place, _Draft())
             older.update(draft)
         self._unsure.clear()
+
+    def has_news(self) -> bool:
+        """Whether workers are told something that no copy of theirs has; asked once."""
+        had, self._has_news = self._has_news, False
+        return had
 
     # -- what workers have done to them -----------------------------------------------------
 
@@ -244,6 +252,35 @@ class DriverModel:
             if isinstance(self.tensors[number].grad, GradientElsewhere):
                 self.tensors[number].grad = gradient
             self._stand_ins.pop(number, None)
+
+    @torch.no_grad()
+    def go_back(
+        self,
+        values: Mapping[int, torch.Tensor],
+        gradients: Mapping[int, torch.Tensor],
+        news: Iterable[News],
+    ) -> None:
+        """Have what a copy of the workers has, who are gone.
+
+        Args:
+            values: of the copy, by number.
+            gradients: likewise.
+            news: what the script has done since that copy was made, which stays done.
+        """
+        since = list(news)
+        done = {number for each in since for number in each.values}
+        self.have({number: value for number, value in values.items() if number not in done})
+        self.stale.clear()
+        self._stand_ins.clear()
+        for number, tensor in enumerate(self.tensors):
+            if self._places[number] is not None and isinstance(tensor, nn.Parameter):
+                tensor.grad = gradients.get(number)
+        for each in since:
+            for number, gradient in each.gradients.items():
+                self.tensors[number].grad = None if gradient is None else gradient.clone()
+            for number in each.zeroed:
+                if (present := self.tensors[number].grad) is not None:
+                    present.zero_()
 
     def with_gradients(self, place: int) -> list[int]:
         """The numbers of parameters at a place whose gradients are there."""
@@ -303,6 +340,9 @@ class _Draft:
         self.gradients: dict[int, torch.Tensor | None] = {}
         self.zeroed: set[int] = set()
         self.requires_grad: dict[int, bool] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.gradients or self.zeroed or self.requires_grad)
 
     def drop(self, number: int) -> None:
         """The script has dropped a gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from penstock.workers.optimizer_parts import (
     warn_of_no_gradients,
 )
 from penstock.workers.processes.jobs import FetchState, LoadState
-from penstock.workers.ray.jobs import Step
+from penstock.workers.ray.jobs import News, Step
 from penstock.workers.ray.model import DriverModel
 
 
@@ -28,10 +28,11 @@ class ActorParts:
         places: of the workers.
         model: the script's.
         run: runs a job on every worker.
+        news: gives for every place what the script has done to tensors.
 
     Attributes:
         number: of the optimizer.
-        updated: none: a step that does not come to its end closes the workers.
+        updated: none: a step that does not come to its end closes the workers, or is undone.
     """
 
     updated: Collection[torch.Tensor] = ()
@@ -43,12 +44,13 @@ class ActorParts:
         places: Sequence[int],
         model: DriverModel,
         run: Callable[..., list[Any]],
+        news: Callable[[], Sequence[News]],
     ) -> None:
         self.number = number
         self._owners = owners
         self._places = places
         self._model = model
-        self._run = run
+        self._run, self._news = run, news
         self._kept: State | None = None
 
     def keep(self) -> None:
@@ -61,29 +63,44 @@ class ActorParts:
         """Run the step of every part in its actor, all at the same time."""
         settings = settings_of(groups)
         warn_of_no_gradients(groups)
-        news = self._model.news(1 + max(self._places))
-        steps = [Step(self.number, settings, each) for each in news]
+        self._kept = None
+        steps = [Step(self.number, settings, news) for news in self._news()]
         try:
-            self._run([steps[place] for place in self._places], True)
+            self._run([steps[place] for place in self._places], changes=True, whole=True)
         finally:  # some may have, whatever happened
             for owned in self._owners:
                 self._model.has_changed(p for p in owned if p.grad is not None)
 
+    def go_back(self, states: Mapping[tuple[int, int], Mapping[Any, Any]]) -> None:
+        """Have here what a copy has, as the workers are about to go.
+
+        Args:
+            states: by the number of an optimizer and of the worker what its part remembers.
+        """
+        workers = range(len(self._owners))
+        self._kept = self._named([states.get((self.number, worker), {}) for worker in workers])
+
     def fetch(self, state: State) -> None:
         """Bring what the parts remember here."""
-        if self._kept is not None:
-            state.update(self._kept)
-            return
-        parts = self._run([FetchState(self.number)] * len(self._owners))
+        found = self._kept
+        if found is None:
+            found = self._named(self._run([FetchState(self.number)] * len(self._owners)))
         state.clear()
+        state.update(found)
+
+    def _named(self, parts: Sequence[Mapping[Any, Any]]) -> State:
+        """What all parts remember, by the parameters themselves."""
+        state: State = {}
         for owned, found in zip(self._owners, parts, strict=True):
             numbers = {self._model.number(parameter): parameter for parameter in owned}
             state.update({numbers.get(key, key): value for key, value in found.items()})
+        return state
 
     def load(self, state: State) -> None:
         """Let the parts remember what is in `state`."""
+        self._kept = None
         jobs = []
         for owned in self._owners:
             own = {self._model.number(p): state[p] for p in owned if p in state}
             jobs.append(LoadState(self.number, own))  # type: ignore[arg-type]
-        self._run(jobs)
+        self._run(jobs, changes=True)

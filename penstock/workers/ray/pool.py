@@ -5,23 +5,28 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.board.activity import Activity
 from penstock.board.memory import Board, Reading
 from penstock.board.runs import new_board
-from penstock.errors import InputError, WorkerDied
+from penstock.errors import InputError, WorkerDied, WorkerTimeout
 from penstock.links.local import Aborted
+from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
+from penstock.workers.ranks.rendezvous import Entry
 from penstock.workers.ray.actor import Actor
 from penstock.workers.ray.cluster import Cluster, kill, ray
+from penstock.workers.ray.copies import Entries
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.watch import Watch
 
 _GRACE = 15.0  # seconds that workers have to notice that a pass was given up
 _LEAVE = 5.0  # seconds that they have to leave each other by themselves
+_SLOW = 60.0  # seconds that one has to hear of its buddy
 _LOOK = 2.0  # seconds that a worker has to say what it is doing
 _LARGE = 1 << 16  # bytes of a job that Ray keeps once for all workers
 _CAUSE = re.compile(r"(?:is dead|died) because (.*)")
@@ -44,6 +49,46 @@ class _Sent(Dispatch):
         self.failed = 0.0
 
 
+@dataclass
+class ActorSurvivors:
+    """Actors of a pool that go on in another one, where others have ended.
+
+    Attributes:
+        actors: that wait for jobs.
+        bundles: of the placement group, where they are.
+        group: the placement group.
+        cluster: where all of that is; it is left when nobody takes them over.
+        cpus: that each of them reserves.
+        dispatches: how many they have seen.
+        copies: the number of the last copy that they were asked for.
+        membership: the number of the members that they were among.
+    """
+
+    actors: list[Any]
+    bundles: list[int]
+    group: Any
+    cluster: Cluster
+    cpus: float
+    dispatches: int
+    copies: int
+    membership: int
+    _is_taken: bool = False
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def take(self) -> None:
+        """A pool has taken them over, and the cluster with them."""
+        self._is_taken = True
+
+    def close(self) -> None:
+        """End those that nobody has taken over."""
+        if not self._is_taken:
+            self._is_taken = True
+            _end(self.actors, [self.group], self.cluster)
+        self.actors, self.bundles = [], []
+
+
 class ActorPool(Pool):
     """Actors of a Ray cluster. Jobs are pickled, and called with the `ActorState`.
 
@@ -51,10 +96,17 @@ class ActorPool(Pool):
         cluster: where they are; it is left when they are closed.
         count: how many.
         cpus: that each of them reserves.
+        keeps_survivors: if an actor dies, whether the others wait for `survivors`; the only one of
+            a pool does not.
+        survivors: of another pool, which go on in this one, in the same placement group; others are
+            started there only if these do not suffice.
 
     Attributes:
         board: what those do that are on this machine.
         nodes: for every worker its process, and its node, in words; known after the start.
+        keeps_survivors: whether others can go on.
+        old: the workers that were in another pool; they have to be told of this one.
+        copies: the number of the last copy that they were asked for, by the pool before, too.
 
     Raises:
         InputError: the cluster has no room for them.
@@ -62,22 +114,58 @@ class ActorPool(Pool):
 
     _can_be_killed = False
 
-    def __init__(self, cluster: Cluster, count: int, cpus: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        count: int,
+        cpus: float,
+        keeps_survivors: bool = False,
+        survivors: ActorSurvivors | None = None,
+    ) -> None:
         super().__init__(count, _GRACE, lambda: None)
         self.nodes = ["an actor that is starting"] * count
+        self.keeps_survivors = keeps_survivors and count > 1
+        self.copies = self._membership = 0
         self._deaths: dict[int, WorkerDied] = {}
+        self._stuck: set[int] = set()  # have not stopped at what was given up
         self._actors: list[Any] = []
+        self._bundles = list(range(count))
         self._cluster, self._cpus = cluster, cpus
         self.board: Board = new_board(count)
         self._reserved: list[Any] = []  # one placement group
+        self._pulses: dict[int, Pulse] = {}  # of those on this machine
         self._end = weakref.finalize(self, _end, self._actors, self._reserved, cluster)
+        self.old = range(0)
         try:
-            self._reserved.append(cluster.reserve(count, cpus))
-            self._actors += cluster.start(self._reserved[0], count, cpus, Actor)
+            if survivors:
+                self._take_over(survivors)
+            else:
+                self._reserved.append(cluster.reserve(count, cpus))
+            fresh = self._bundles[len(self._actors) :]
+            self._actors += cluster.start(self._reserved[0], fresh, cpus, Actor)
         except BaseException:
             self.close("its workers could not be started")
             self.board.close()
             raise
+
+    def _take_over(self, survivors: ActorSurvivors) -> None:
+        """Have the actors that are left, and bundles for those that are missing.
+
+        Raises:
+            InputError: the cluster has no room for these.
+        """
+        self._dispatches, self.copies = survivors.dispatches, survivors.copies
+        self._membership = survivors.membership + 1
+        self._reserved.append(survivors.group)
+        self._actors += survivors.actors
+        survivors.take()
+        taken = survivors.bundles[: self._count]
+        kill(self._actors[self._count :], [])
+        del self._actors[self._count :]
+        missing = self._count - len(taken)
+        free = self._cluster.free_bundles(survivors.group, taken, missing)
+        self._bundles = [*taken, *free]
+        self.old = range(len(taken))
 
     def watch(self, nodes: Sequence[str]) -> Watch | None:
         """Watch the cluster, if there are to be as many workers as it has room for.
@@ -87,7 +175,7 @@ class ActorPool(Pool):
         """
         if self._cluster.options.max is None:
             return None
-        return Watch(self._cluster, nodes, self._cpus)
+        return Watch(self._cluster, nodes, self._cpus, self._reserved[0], self._bundles)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Number the workers anew.
@@ -96,6 +184,152 @@ class ActorPool(Pool):
             order: for every number the one that the worker has had.
         """
         self._actors[:] = [self._actors[k] for k in order]
+        self._bundles[:] = [self._bundles[k] for k in order]
+
+    def know(self, places: Sequence[tuple[Entry, str, bool]]) -> None:
+        """Know where the workers are.
+
+        Args:
+            places: what every worker says of itself, its node, and whether that is here.
+        """
+        self.nodes[:] = [f"process {e.pid} on {e.host}, node {node[:8]}" for e, node, _ in places]
+        self._pulses = {k: Pulse(e.pid, e.started) for k, (e, _, near) in enumerate(places) if near}
+
+    def pair(self, buddies: Sequence[int], has_twins: bool) -> None:
+        """Let every worker send copies of what it has to another one.
+
+        Args:
+            buddies: for every worker the other one.
+            has_twins: whether replicas have the same, so that less is sent.
+
+        Raises:
+            WorkerDied: one has died.
+        """
+        refs = {
+            self._actors[worker].have_buddy.remote(
+                self._membership, worker, self._actors[buddy], buddy, has_twins
+            ): worker
+            for worker, buddy in enumerate(buddies)
+        }
+        ready, late = ray().wait([*refs], num_returns=len(refs), timeout=_SLOW)
+        for ref in ready:
+            try:
+                ray().get(ref)
+            except ray().exceptions.RayError as error:
+                raise self._lost(refs[ref], error) from None
+        if late:
+            raise self._died(refs[late[0]], "does not answer any more;")
+
+    # -- those that are left --------------------------------------------------------------
+
+    def copies_with(
+        self, holders: Mapping[int, int], number: int, patience: float
+    ) -> dict[int, Entries]:
+        """The copies of this number that are there; by whose they are.
+
+        Those that do not answer are taken to have ended.
+
+        Args:
+            holders: of workers whose copies are wanted, and who is asked for each.
+            number: of the copies.
+            patience: seconds that they have.
+        """
+        found: dict[int, Entries] = {}
+        asked = {
+            self._actors[holder]
+            .copy_of.options(concurrency_group="control")
+            .remote(worker, number): (worker, holder)
+            for worker, holder in holders.items()
+            if holder not in self._deaths
+        }
+        if not asked:
+            return found
+        ready, late = ray().wait([*asked], num_returns=len(asked), timeout=patience)
+        for ref in ready:
+            worker, holder = asked[ref]
+            try:
+                entries = unpickled(ray().get(ref))
+            except Exception as error:
+                self._deaths[holder] = self._lost(holder, error)
+            else:
+                found |= {} if entries is None else {worker: entries}
+        for ref in late:
+            self._end_by_force(asked[ref][1], "does not answer any more")
+        return found
+
+    @property
+    def deaths(self) -> Mapping[int, WorkerDied]:
+        """The workers that are known to have ended."""
+        return self._deaths
+
+    def death_of(self, worker: int) -> WorkerDied:
+        """How a worker has ended, as far as is known."""
+        return self._deaths.get(worker) or self._died(worker, "has lost what it had;")
+
+    def survivors(self) -> ActorSurvivors:
+        """Those that can go on in another pool, which leave this one."""
+        ended = self._deaths.keys() | self._stuck
+        left = [worker for worker in range(self._count) if worker not in ended]
+        kill([self._actors[worker] for worker in ended], [])
+        self._end.detach()
+        self._closed_because = self._closed_because or "others have taken over"
+        return ActorSurvivors(
+            [self._actors[worker] for worker in left],
+            [self._bundles[worker] for worker in left],
+            self._reserved[0],
+            self._cluster,
+            self._cpus,
+            self._dispatches,
+            self.copies,
+            self._membership,
+        )
+
+    def _end_by_force(self, worker: int, how: str) -> None:
+        """End a worker that does not do so by itself."""
+        self._deaths.setdefault(worker, self._died(worker, f"{how};"))
+        kill([self._actors[worker]], [])
+        if worker in self._pulses:  # a process that is stopped does not hear of it
+            self._pulses[worker].kill()
+
+    def check_open(self) -> None:
+        """Raise if they cannot work any more.
+
+        Raises:
+            WorkerDied: one has ended, or they were interrupted, and others can go on.
+            ClosedError: they were closed.
+        """
+        if self.can_go_on:
+            deaths = self._deaths or {0: self._died(0, f"cannot go on: {self._closed_because};")}
+            raise deaths[min(deaths)]
+        super().check_open()
+
+    def fail(self, why: str) -> None:
+        """They cannot go on as they are; those that are left may in another pool."""
+        if self.keeps_survivors:
+            self._closed_because = self._closed_because or why
+        else:
+            super().fail(why)
+
+    def _part(self, why: str) -> None:
+        self.fail(why)
+
+    def _give_up(self, why: BaseException) -> None:
+        given_up = list(self._open)
+        try:
+            super()._give_up(why)
+        finally:
+            self._stuck.update(worker for each in given_up for worker in each.waits_for)
+
+    def close(self, why: str = "close() was called") -> None:
+        """Let the workers go, for good; `why` is what later calls will say."""
+        if self._closed_because is None or (self.keeps_survivors and self._end.alive):
+            self._closed_because = self._closed_because or why
+            self._dismiss()
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether they have failed, and those that are left can go on in another pool."""
+        return bool(self._closed_because) and self.keeps_survivors and self._end.alive
 
     @property
     def why_closed(self) -> str | None:
@@ -144,7 +378,9 @@ class ActorPool(Pool):
             current.failed = now
         if current.failed and now > current.failed + _GRACE:  # it is cut off, and Ray waits longer
             for worker in current.waits_for:
-                self._note(worker, Result(None, self._died(worker, "does not answer any more")))
+                if self.keeps_survivors:
+                    self._end_by_force(worker, "does not answer any more")
+                self._note(worker, self._died(worker, "does not answer any more;"), current)
             return
         if not ready:
             raise Late
@@ -152,11 +388,12 @@ class ActorPool(Pool):
     def _hear(self, worker: int, ref: Any, current: Dispatch) -> None:
         """Take a report, or notice that there will be none."""
         errors = ray().exceptions
+        lost = (errors.ObjectLostError,) if self.keeps_survivors else ()  # by another to be ended
         try:
             failed, packed = ray().get(ref)
             value = unpickled(packed)
-        except errors.RayActorError as error:
-            self._note(worker, Result(None, self._deaths.get(worker) or self._lost(worker, error)))
+        except (errors.RayActorError, *lost) as error:
+            self._note(worker, self._deaths.get(worker) or self._lost(worker, error), current)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be read in this process.")
             current.results.setdefault(worker, Result(None, error))
@@ -164,23 +401,36 @@ class ActorPool(Pool):
             result = Result(None, value) if failed else Result(value, None)
             current.results.setdefault(worker, result)
 
-    def _note(self, worker: int, result: Result) -> None:
-        """None of the jobs under way will be done."""
-        if isinstance(result.error, WorkerDied):
-            self._deaths.setdefault(worker, result.error)
-        for each in self._open:
+    def _note(self, worker: int, died: WorkerDied, current: Dispatch) -> None:
+        """None of a worker's jobs will be done, be they under way or given up."""
+        self._deaths.setdefault(worker, died)
+        for each in (current, *self._open):
             if worker in each.given:
-                each.results.setdefault(worker, result)
+                each.results.setdefault(worker, Result(None, died))
+
+    def _stopped(self) -> list[int]:
+        """The workers on this machine that a signal has stopped."""
+        return [worker for worker, pulse in self._pulses.items() if pulse.has_stopped()]
+
+    def _late(self, current: Dispatch, timeout: float) -> WorkerTimeout | WorkerDied:
+        """The error for workers that are late; those that are stopped end, if others can go on."""
+        error = super()._late(current, timeout)
+        if not self.keeps_survivors:
+            return error
+        for worker, pulse in self._pulses.items():
+            if pulse.is_stopped():
+                self._end_by_force(worker, "was stopped by a signal for seconds, and then ended")
+        return self._deaths[min(self._deaths)] if self._deaths else error
 
     def _lost(self, worker: int, error: Exception) -> WorkerDied:
         """The error for an actor of which Ray says that it is gone."""
-        died = self._died(worker, f"died: {cause_of(error)}")
+        died = self._died(worker, f"died: {cause_of(error)};")
         died.add_note(f"Ray says: {error}")
         return died
 
     def _died(self, worker: int, how: str) -> WorkerDied:
         where = self.activity(worker).where
-        return WorkerDied(worker, f"({self.nodes[worker]}) {how};", *where)
+        return WorkerDied(worker, f"({self.nodes[worker]}) {how}", *where)
 
     def _fault(self, current: Dispatch, late: Sequence[int], why: str | None) -> BaseException:
         """What is to be raised: what Ray knows of a death says more than what others notice."""

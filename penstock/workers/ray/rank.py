@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from penstock.board.activity import UPDATING
 from penstock.board.memory import Board, Record, moved
 from penstock.board.runs import new_board
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import PenstockError
 from penstock.plan import Plan
+from penstock.workers.assembly import Assembly
 from penstock.workers.pool import Dispatch
 from penstock.workers.ranks.rendezvous import Launch
 from penstock.workers.ranks.workers import RankWorkers
@@ -51,7 +53,7 @@ class ActorRank(RankWorkers):
         self._path = board
         self._count = len(launch.entries)
         self._is_given_up = False
-        self._before: deque[Callable[[], None]] = deque()
+        self._around: deque[AbstractContextManager[None]] = deque()
         super().__init__(launch, plan, model, range(self._count), threads, timeout)
 
     def _noted(self) -> tuple[Board, Record]:
@@ -69,15 +71,19 @@ class ActorRank(RankWorkers):
         """Whether there are others that run the same stages."""
         return self._ring is not None
 
-    def start_after(self, before: Callable[[], None], order: Order) -> Any:
-        """As `start`; the rank's thread does something else right before the pass."""
+    def start_within(self, around: AbstractContextManager[None], order: Order) -> Any:
+        """As `start`; the rank's thread enters a context for this rank's part of the pass."""
         with self.operation("the start of a pass"):
-            self._before.append(before)
+            self._around.append(around)
             return self.start(order)
 
     def _run(self, order: Order, number: int, timeout: float) -> Outcome:
-        self._before.popleft()()
-        return super()._run(order, number, timeout)
+        with self._around.popleft():
+            return super()._run(order, number, timeout)
+
+    def assembly(self, training: bool) -> Assembly:
+        """The stages of this rank in this mode."""
+        return self._assemblies[training]
 
     def interrupt(self) -> None:
         """Have the pass that is waited for given up; called from another thread."""
@@ -116,7 +122,11 @@ class ActorRank(RankWorkers):
         """
 
         def run(number: int) -> Outcome:
-            work()
+            self._record.note(UPDATING)
+            try:
+                work()
+            finally:
+                self._record.note(0)
             return self._share(owned, number, self._ranks.timeout)
 
         try:
@@ -129,7 +139,7 @@ class ActorRank(RankWorkers):
     def give_up(self, why: BaseException) -> None:
         """Stop what is under way, and put back what passes have changed that did not end."""
         super().give_up(why)
-        self._before.clear()
+        self._around.clear()
 
     def _for_others(self, own: Outcome, ahead: int) -> Outcome:
         """What has to be the same for several; the rest goes to the script alone."""

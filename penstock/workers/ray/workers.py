@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.board.memory import Reading, moved
+from penstock.capture.attributes import named_tensors
 from penstock.devices.settings import Settings
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError, PenstockError, closed
+from penstock.errors import InputError, PenstockError, WorkerDied, closed
 from penstock.links.handshake import new_secret, this_machine
 from penstock.links.pickling import Outbox, Packed, pack
 from penstock.plan import Plan
@@ -53,12 +55,17 @@ from penstock.workers.processes.workers import (
     packed_news,
 )
 from penstock.workers.ranks.clocks import Apart
+from penstock.workers.ray.actor import ActorState
+from penstock.workers.ray.copies import Copy
+from penstock.workers.ray.copying import Copying, is_done, leaves_traces, may_be_done, without
 from penstock.workers.ray.jobs import (
     AddWay,
     Clip,
     ClipValue,
+    Copied,
     Done,
     DropPasses,
+    Enter,
     Fetch,
     FinishPass,
     Introduce,
@@ -73,7 +80,7 @@ from penstock.workers.ray.jobs import (
 )
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.parts import ActorParts
-from penstock.workers.ray.pool import ActorPool
+from penstock.workers.ray.pool import ActorPool, ActorSurvivors
 from penstock.workers.ray.watch import Watch
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
@@ -81,8 +88,10 @@ from penstock.workers.ways import NewWay, modules_of
 _BUILD_TIMEOUT = 300.0  # seconds; a node may have to prepare an environment first
 _MORE = 30.0  # seconds beside those that ranks give each other
 _LEAVE = 60.0  # seconds to bring weights at the end
+_RATE = 10e6  # bytes a second at which copies come at least
+_COPIED = 4  # times the bytes of the model: gradients, and what Adam remembers
 
-Ticket = tuple[Order, Dispatch]
+Ticket = tuple[Order, Dispatch, Copy | None]
 
 
 class RayWorkers(Workers):
@@ -128,6 +137,7 @@ class RayWorkers(Workers):
         self._settings_changed = False
         self._training: tuple[bool, ...] = ()
         self._changing: dict[bool, dict[int, torch.Tensor]] = {True: {}, False: {}}
+        self._leaves_traces = {True: True, False: False}
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
         self._parts: weakref.WeakSet[ActorParts] = weakref.WeakSet()
@@ -137,6 +147,9 @@ class RayWorkers(Workers):
         self._lock = threading.RLock()  # a signal's handler may close, too
         self._starter: int | None = None  # the thread that gave the last jobs
         self._closer: int | None = None  # the one that closes
+        self._copying: Copying | None = None
+        self._holding: dict[int, torch.Tensor] = {}  # for a pass that is run again
+        self._is_brought = False  # whether the script has all that the workers have
         self._model = DriverModel(model)
         self._outbox = Outbox(self._model.number)
         self._unchanged = Unchanged(model)
@@ -152,6 +165,9 @@ class RayWorkers(Workers):
     def _build(self, modes: Modes) -> None:
         """Have the actors find each other; neighbours are on one node, as far as can be."""
         count = len(self._plan.devices)
+        if self._pool.old:
+            entering: list[Job] = [Enter(worker) for worker in self._pool.old]
+            self._prepare([*entering, *[_idle] * (count - len(entering))])
         found = self._prepare([Introduce([os.path.abspath(entry) for entry in sys.path])] * count)
         nodes = list(dict.fromkeys(node for _, node, _ in found))
         order = sorted(range(count), key=lambda k: nodes.index(found[k][1]))
@@ -173,9 +189,9 @@ class RayWorkers(Workers):
             )
             for worker, (entry, node) in enumerate(places)
         ]
-        self._pool.nodes[:] = [f"process {e.pid} on {e.host}, node {n[:8]}" for e, n in places]
         machines = [entry.machine for entry in entries]
-        self._is_near = [machine == this_machine() for machine in machines]
+        self._is_near = near = [machine == this_machine() for machine in machines]
+        self._pool.know([(*each, here) for each, here in zip(places, near, strict=True)])
         several = len(set(machines)) > 1
         hosts = [address if several else None for _, _, address in found]
         listens = self._prepare(
@@ -196,6 +212,10 @@ class RayWorkers(Workers):
             machine=this_machine(),
         )
         self._prepare([join] * count)
+        if self._pool.keeps_survivors:
+            size = sum({id(t): t.nbytes for _, t in named_tensors(self._whole)}.values())
+            patience = _LEAVE + self._timeout + _COPIED * size / _RATE
+            self._copying = Copying(self.members, self._pool, self._timeout, patience)
         self._watch = self._pool.watch([node for _, node in places])
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
@@ -212,9 +232,10 @@ class RayWorkers(Workers):
             spans = [span for stage in way.stages.values() for span in stage.spans]
             changing = self._changing[way.training]
             changing.update((id(t), t) for span in spans for t in span.changing)
+            self._leaves_traces[way.training] |= any(map(leaves_traces, spans))
             self._prepare(self._of_places(self._way(way)))
         except BaseException as error:  # some may know it now, and others not
-            self._pool.close(f"{type(error).__name__} came as its stages were being built")
+            self._pool.fail(f"{type(error).__name__} came as its stages were being built")
             raise
 
     def _way(self, way: NewWay) -> list[AddWay]:
@@ -248,20 +269,22 @@ class RayWorkers(Workers):
     def start(self, order: Order) -> Ticket:
         """Tell all workers to start a pass."""
         self._check_open()
+        self._is_brought = False
         self._losses.note(order.loss)
         loss = None if order.loss is None else packed_loss(order.loss, order.what == "train")
         try:
             self._unchanged.check()
             self._settings_changed |= Settings.here() != self._settings
+            news = self._news()
             attributes = packed_news(self._following.news(), self._modules)
             training = self._modes()
             forgotten = tuple(self._forgotten)
-            news = self._model.news(len(self._places))
+            copy = self._copy_after(self._leaves(order) or attributes is not None)
             jobs = [
                 self._start_of(member, order, loss, news[member.place], training, attributes)
                 for member in self.members
             ]
-            jobs = [replace(job, forgotten=forgotten) for job in jobs]
+            jobs = [replace(job, forgotten=forgotten, copy=copy) for job in jobs]
             with self._starting():
                 current = self._pool.start(jobs, self._timeout)
             for _ in forgotten:
@@ -271,7 +294,12 @@ class RayWorkers(Workers):
             if not isinstance(error, InputError):
                 self.give_up(error)
             raise
-        return order, current
+        return order, current, copy
+
+    def _leaves(self, order: Order) -> bool:
+        """Whether the workers have something else after a pass than before it."""
+        leaves = order.goes_back or order.training or self._leaves_traces[order.training]
+        return leaves and not order.trial and not order.again
 
     def _start_of(
         self,
@@ -300,6 +328,7 @@ class RayWorkers(Workers):
             training=training,
             attributes=attributes,
             forgotten=(),
+            contents={n: c for n, c in self._holding.items() if n in self._model.at(place)},
             settings=Settings.here() if self._settings_changed else None,
             wanted=None if wanted is None else self._model.numbers(wanted),
         )
@@ -321,30 +350,37 @@ class RayWorkers(Workers):
 
     def finish(self, ticket: Ticket) -> Outcome:
         """Wait for a pass; its gradients stay with the workers."""
-        order, started = ticket
+        order, started, copy = ticket
         self._pool.check_under_way(started)
+        current, jobs = None, [FinishPass(order.number)] * len(self.members)
+        seconds = self._seconds(copy)
         try:
             with self._starting():
-                current = self._pool.start(
-                    [FinishPass(order.number)] * len(self.members), self._timeout
-                )
-            self._pool.finish(started, self._timeout + _MORE)
-            found: list[Done] = self._pool.finish(current, self._timeout + _MORE)
+                current = self._pool.start(jobs, seconds)
+            self._pool.finish(started, seconds)
+            found: list[Done] = self._pool.finish(current, seconds)
+            outcome = self._taken(order, found)
+            self._done(copy)
         except BaseException as error:
             self.give_up(error)
+            if copy is not None and may_be_done(current, error):
+                self._pool.fail(f"{type(error).__name__} came at the end of {order.name}")
             raise
+        return outcome
+
+    def _taken(self, order: Order, found: Sequence[Done]) -> Outcome:
+        """The outcome of a pass; the script's model notes what the workers have of it."""
         outcome = Outcome.of([done.outcome for done in found])
         self._ahead.note(found[0].now, monotonic_ns())
         if not self._is_near[0]:
             outcome.logs = moved(outcome.logs, self._ahead.least or 0)
-        bring(outcome.buffers, order.loss)
         for place in self._places:
             if (present := found[place].present) is not None:
                 self._model.have_gradients(place, present)
             self._model.stale.update(found[place].replaced)
         if order.what != "backward" and not order.trial:
             self._model.has_changed(self._changing[order.training].values())
-        self._confirm()
+        bring(outcome.buffers, order.loss)
         return outcome
 
     def give_up(self, why: BaseException) -> None:
@@ -355,6 +391,63 @@ class RayWorkers(Workers):
                 self._pool.run([DropPasses()] * len(self.members), _MORE)
         finally:
             self._doubt()
+
+    # -- copies ---------------------------------------------------------------------------
+
+    def _news(self) -> Sequence[News]:
+        """What the script has done to tensors, for every place."""
+        if not self._pool.under_way:
+            self._model.doubt()  # what was told and not confirmed was interrupted
+        return self._model.news(len(self._places))
+
+    def _copy_after(self, changes: bool) -> Copy | None:
+        """The copy that is made after the next work, if one is.
+
+        Args:
+            changes: whether the workers have something else after it, besides what they are told.
+        """
+        has_news = self._model.has_news()
+        if self._copying is None or not (changes or has_news):
+            return None
+        return self._copying.next()
+
+    def _seconds(self, copy: Copy | None) -> float:
+        """Seconds that work may take after which this copy is made."""
+        return self._timeout + _MORE + (copy.timeout if copy is not None else 0.0)
+
+    def _done(self, copy: Copy | None) -> None:
+        """Work has come to its end, and so has the copy after it."""
+        if self._copying is not None and copy is not None:
+            self._copying.done(copy)
+        self._confirm()
+
+    def remembered(self) -> Left:
+        """Have here what the copies have, although a worker has died.
+
+        Raises:
+            WorkerDied: something is lost, as those that had copies of it have died, too.
+        """
+        copying, self._copying = self._copying, None  # it is asked once
+        if copying is None:
+            died = self._pool.death_of(0)
+            died.advise("There was no other worker that could have a copy of what it had")
+            raise died
+        found = copying.gathered()
+        for parts in self._parts:
+            parts.go_back(found.states)
+        since, attributes = self._news(), self._following.news()
+        self._model.go_back(found.values, found.gradients, since)
+        self._is_brought = True
+        return self._left_by([without(attributes, memory) for memory in found.memories])
+
+    def survivors(self) -> ActorSurvivors:
+        """The actors that can go on in another pool."""
+        if self._watch is not None:
+            self._watch.close()
+        survivors = self._pool.survivors()
+        self._model.close()
+        self.board.close()
+        return survivors
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch, with the next pass."""
@@ -388,23 +481,47 @@ class RayWorkers(Workers):
         self._following.doubt()
 
     def _check_open(self) -> None:
+        if self._pool.can_go_on:
+            self._pool.check_open()  # if one has died, others can take over
         if self._pool.why_closed is not None:
-            raise closed(self._pool.why_closed, in_actors=True)
+            raise closed(self._pool.why_closed, in_actors=not self._is_brought)
 
     def _run(
-        self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None
+        self,
+        jobs: Sequence[Job],
+        changes: bool = False,
+        whole: bool = False,
+        timeout: float | None = None,
     ) -> list[Any]:
-        """Run a job on every worker, and wait for all."""
+        """Run a job on every worker, and wait for all.
+
+        Args:
+            jobs: by worker.
+            changes: whether the workers have something else afterwards.
+            whole: as of `Pool.start`.
+            timeout: seconds.
+        """
         self._check_open()
-        seconds = timeout or self._timeout + _MORE
+        self._is_brought = False
+        copy = self._copy_after(changes)
+        if copy is not None:
+            copied = {id(job): Copied(job, copy) for job in jobs}
+            jobs = [copied[id(job)] for job in jobs]
+        seconds = timeout or self._seconds(copy)
+        current = None
         try:
             with self._starting():
                 current = self._pool.start(jobs, seconds, whole)
             found = self._pool.finish(current, seconds)
-        except BaseException:
+            self._done(copy)
+        except BaseException as error:
+            if current is not None and is_done(current, len(jobs)):
+                self._done(copy)
+                raise
             self._doubt()
+            if copy is not None and (whole or may_be_done(current, error)):
+                self._pool.fail(f"{type(error).__name__} came before all workers had done the same")
             raise
-        self._confirm()
         return found
 
     # -- parameters -----------------------------------------------------------------------
@@ -445,16 +562,16 @@ class RayWorkers(Workers):
             ]
             self._prepare(jobs)
         except BaseException as error:  # as above
-            self._pool.close(f"{type(error).__name__} came as an optimizer was being divided")
+            self._pool.fail(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
-        parts = ActorParts(number, owners, places, self._model, self._run)
+        parts = ActorParts(number, owners, places, self._model, self._run, self._news)
         self._parts.add(parts)
         return parts
 
     def _with_news(self, job: Callable[[News], Job]) -> list[Any]:
         """For every worker a job that comes with the news of its tensors."""
-        return self._of_places([job(news) for news in self._model.news(len(self._places))])
+        return self._of_places([job(news) for news in self._news()])
 
     def _known(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of parameters.
@@ -474,7 +591,7 @@ class RayWorkers(Workers):
         """As `torch.nn.utils.clip_grad_norm_` over the gradients of all workers; the same bits."""
         numbers = self._known(parameters)
         found: list[torch.Tensor] = self._run(
-            self._with_news(lambda news: Clip(numbers, clipping, news))
+            self._with_news(lambda news: Clip(numbers, clipping, news)), changes=True
         )
         return found[0]
 
@@ -490,7 +607,8 @@ class RayWorkers(Workers):
     ) -> None:
         """As `torch.nn.utils.clip_grad_value_`."""
         numbers = self._known(parameters)
-        self._run(self._with_news(lambda news: ClipValue(numbers, clip_value, foreach, news)))
+        jobs = self._with_news(lambda news: ClipValue(numbers, clip_value, foreach, news))
+        self._run(jobs, changes=True)
 
     def unscale(
         self,
@@ -501,21 +619,46 @@ class RayWorkers(Workers):
     ) -> list[torch.Tensor]:
         """Divide the workers' gradients by the scale of a loss scaler."""
         numbers = self._known(parameters)
-        found = self._run(
-            self._with_news(lambda news: Unscale(numbers, inverse, allows_half, news))
-        )
+        jobs = self._with_news(lambda news: Unscale(numbers, inverse, allows_half, news))
+        found = self._run(jobs, changes=True)
         return [scalar for own in found for scalar in own]
 
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of the model, which is brought up to date; or of a copy that is here."""
-        if of is model and self._pool.why_closed is None:
+        if of is model and self._can_be_asked:
             self._fetch()
         return of.state_dict()
 
     def refresh(self, model: nn.Module) -> None:
         """Have the weights of the workers in the script's model, if it has older ones."""
-        if self._model.stale and self._pool.why_closed is None:
+        if self._model.stale and self._can_be_asked:
             self._fetch()
+
+    def bring_values(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have what these tensors hold here, where the actors have changed it."""
+        wanted = self._model.stale.intersection(self._model.numbers(tensors))
+        if not wanted:
+            return
+        stale_at = self._model.stale_at
+        for values, _ in self._fetched(
+            lambda place: [n for n in stale_at(place) if n in wanted], lambda place: []
+        ):
+            self._model.have(values)
+
+    @contextmanager
+    def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """While open, a pass that is run again finds this in the buffers of the actors."""
+        known = [(self._model.number(buffer), content) for buffer, content in contents]
+        self._holding = {number: content for number, content in known if number is not None}
+        try:
+            yield
+        finally:
+            self._holding = {}
+
+    @property
+    def _can_be_asked(self) -> bool:
+        """Whether the actors, or those that take over for them, have newer values."""
+        return self._pool.why_closed is None or self._pool.can_go_on
 
     def _fetch(self) -> None:
         """Have the values that the workers have changed."""
@@ -535,7 +678,7 @@ class RayWorkers(Workers):
             gradients: and of those whose gradients are.
             timeout: seconds.
         """
-        news = self._model.news(len(self._places))
+        news = self._news()
         jobs = [Fetch(tensors(place), gradients(place), news[place]) for place in self._places]
         silent = [replace(job, tensors=(), gradients=()) for job in jobs]
         every = [(silent if m.replica else jobs)[m.place] for m in self.members]
@@ -556,7 +699,10 @@ class RayWorkers(Workers):
 
     def left(self) -> Left:
         """What forwards have left with the actors, and what losses may remember."""
-        found: list[dict[Key, Found]] = self._run([FetchMemory()] * len(self.members))
+        return self._left_by(self._run([FetchMemory()] * len(self.members)))
+
+    def _left_by(self, found: Sequence[Mapping[Key, Found]]) -> Left:
+        """What forwards have left, as the workers have said, for the script's modules."""
         finder = Finder(self._modules, self._model.tensors)
         name = partial(name_of, self._whole, finder)
         every = [
@@ -606,6 +752,33 @@ class RayWorkers(Workers):
             self._starter = threading.get_ident()
             yield
 
+    def bring(self) -> None:
+        """Have in the script all that only the workers have."""
+        for parts in self._parts:
+            parts.keep()
+        model = self._model
+        for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
+            model.have(values)
+            model.have_real_gradients(found)
+        self._is_brought = True
+
+    def _bring_at_last(self) -> None:
+        """Bring all that the script does not have, and have the actors leave each other."""
+        if self._pool.why_closed is None:
+            copying, self._copying = self._copying, None  # what is brought is not copied first
+            try:
+                if not self._is_brought:
+                    self.bring()
+            except PenstockError:
+                self._copying = copying  # one had died, and nobody had noticed
+            else:
+                self._pool.run([Leave()] * len(self.members), _LEAVE)
+        if self._pool.can_go_on and self._copying is not None:
+            try:
+                self.remembered().bring()
+            except WorkerDied as death:
+                warnings.warn(str(death), stacklevel=2)
+
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
         me = threading.get_ident()
@@ -614,15 +787,9 @@ class RayWorkers(Workers):
             if self._watch is not None:
                 self._watch.close()
             is_used = self._pool.under_way and self._starter != me  # that thread hears of it
-        if not is_used and self._pool.why_closed is None:
+        if not is_used:
             with suppress(PenstockError):  # if they are gone already, so is what they have
-                for parts in self._parts:
-                    parts.keep()
-                model = self._model
-                for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
-                    model.have(values)
-                    model.have_real_gradients(found)
-                self._pool.run([Leave()] * len(self.members), _LEAVE)
+                self._bring_at_last()
         self._model.close()
         self._pool.close()
         self.board.close()
@@ -645,6 +812,10 @@ class _At:
     def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
         """The names of tensors by their numbers, out of those by their ids."""
         return self._model.names(names)
+
+
+def _idle(own: ActorState) -> None:
+    """A job that does nothing."""
 
 
 def _link(one: str, other: str, same: bool) -> str:

@@ -111,6 +111,48 @@ def nodes() -> None:
     assert_undisturbed(found, steps)
 
 
+def lost_nodes() -> None:
+    """Nodes are lost without notice while a script trains, with and without another one."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    def lose(training: Training, node: Any) -> None:
+        assert node.node_id in {member.node for member in training.pipe.members}
+        cluster.remove_node(node, allow_graceful=False)
+        deadline = time.monotonic() + PATIENCE
+        while node.node_id in {member.node for member in training.pipe.members}:
+            assert time.monotonic() < deadline
+            training.step()
+        training.step()
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    ray.init(address=cluster.address, logging_level="ERROR")
+    node = cluster.add_node(num_cpus=1)
+    kept = {"schedule": "1f1b", "on_failure": "replace"}
+    training = Training(one_thread(), devices=["cpu"] * 2, **kept)
+    training.step()
+    training.step()
+    cluster.add_node(num_cpus=1)
+    lose(training, node)
+    assert len(training.pipe.members) == 2
+    steps, found = len(training.losses), training.end()
+    assert_undisturbed(found, steps)
+
+    training = Training(ps.Ray(min=1, max=2), schedule="1f1b", on_failure="continue")
+    training.step()
+    training.step()
+    lose(training, next(iter(cluster.worker_nodes)))
+    assert len(training.pipe.members) == 1
+    cluster.add_node(num_cpus=1)
+    training.until(2)
+    steps, found = len(training.losses), training.end()
+    ray.shutdown()
+    cluster.shutdown()
+    assert_undisturbed(found, steps)
+
+
 def machines() -> None:
     """Stages and replicas on the two nodes of the cluster at RAY_ADDRESS, on other machines."""
     for replicas, links in ((1, ("torch.distributed (gloo)",)), (2, ())):

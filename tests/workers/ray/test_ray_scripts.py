@@ -57,6 +57,11 @@ def test_nodes_come_and_go_while_a_script_trains() -> None:
 
 
 @pytest.mark.timeout(SECONDS)
+def test_nodes_are_lost_while_a_script_trains() -> None:
+    run("lost_nodes")
+
+
+@pytest.mark.timeout(SECONDS)
 def test_ray_is_started_and_shut_down_by_itself() -> None:
     run("alone")
 

@@ -1,0 +1,289 @@
+"""Copies of what an actor has, of which one is with a buddy: another actor, on another node if any.
+
+A copy has everything of one moment: parameters, buffers and gradients of the worker's stages, its
+parts of optimizers, what forwards have left in its modules. What has changed is copied when a piece
+of work has been done, and sent to the buddy before the work counts as done. Replicas have the same
+parameters, buffers and gradients, so that there only parts of optimizers are sent.
+
+An actor keeps its own copies as well, as all workers go back to the same moment. There may be two
+of them: the last one that every worker has, and the one that is being sent.
+
+Copies are in the memory of the buddy's process. An object in Ray's store dies with its owner, the
+process that has put it there.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from penstock.capture.equality import same_tensor
+from penstock.errors import WorkerDied
+from penstock.links.local import Aborted
+from penstock.workers.processes.remembering import Memory
+from penstock.workers.ray.pickled import Pickled, pickled, unpickled
+
+VALUE, GRADIENT, STATE, PART, MEMORY = "value", "gradient", "state", "part", "memory"
+"""What is in a copy: of a tensor its value or its gradient; of an optimizer what it remembers of a
+parameter, and that the worker has a part of it at all; what forwards have left in modules."""
+
+OF_PASS, OF_OTHERS = (VALUE, GRADIENT, MEMORY), (VALUE, GRADIENT, STATE, PART)
+"""What may change by a pass, and by other work."""
+
+_EVERYTHING = (*OF_PASS, *OF_OTHERS)
+
+_SHARED = (VALUE, GRADIENT)  # by the workers at the same place of all replicas
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PAUSE = 0.2  # seconds until something is sent again
+_SLICE = 0.5  # seconds that are waited at once
+
+UNSENT = "the work was done, and given up before its copy had arrived"
+"""What an `Aborted` says that comes of it; it never reaches a user."""
+
+Entries = dict[tuple[Any, ...], Any]
+"""What is in a copy, by what it is, and the number of the tensor or the optimizer."""
+
+
+class Copy(NamedTuple):
+    """A copy that is made when a piece of work has been done.
+
+    Attributes:
+        number: of the copy; numbers grow.
+        safe: the number of the last one that every buddy has; older ones are not needed any more.
+        timeout: seconds that the buddy has to take it.
+    """
+
+    number: int
+    safe: int
+    timeout: float
+
+
+class Holder(Protocol):
+    """Who has what is copied, see `ActorState`."""
+
+    tensors: dict[int, torch.Tensor]
+    optimizers: dict[int, Optimizer]
+    memory: Memory
+
+    def replaced(self) -> Mapping[int, torch.Tensor]:
+        """What forwards have assigned to buffers, by the numbers of these."""
+
+    def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
+        """What a part of an optimizer remembers, by the numbers of parameters."""
+
+
+class Change(NamedTuple):
+    """What is different in a copy from an older one.
+
+    Attributes:
+        number: of the copy.
+        safe: see `Copy`.
+        base: the number of the older one; `None` if there is none.
+        changed: what has changed, or is new.
+        gone: what is not there any more.
+    """
+
+    number: int
+    safe: int
+    base: int | None
+    changed: Entries
+    gone: Collection[tuple[Any, ...]]
+
+
+class Shelf:
+    """The copies of what one worker has that may still be needed."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Entries] = {}
+
+    def put(self, change: Change) -> bool:
+        """Have one more copy; returns whether that is so: the older one may not be here."""
+        before = {} if change.base is None else self._copies.get(change.base)
+        if before is None:
+            return False
+        gone = set(change.gone)
+        kept = {key: value for key, value in before.items() if key not in gone}
+        self._copies = {n: e for n, e in self._copies.items() if n >= change.safe}
+        self._copies[change.number] = kept | change.changed
+        return True
+
+    def copy(self, number: int | None) -> Entries | None:
+        """The copy of this number, if it is there."""
+        return None if number is None else self._copies.get(number)
+
+
+class ActorCopies:
+    """The copies that an actor has: its own, and those of workers whose buddy it is."""
+
+    def __init__(self) -> None:
+        self._own = Shelf()
+        self._held: dict[int, Shelf] = {}
+        self._membership: int | None = None
+        self._worker = self._buddy_number = 0
+        self._buddy: Any = None
+        self._leaves_out: tuple[str, ...] = ()
+        self._made: dict[int, Change] = {}  # and not yet sent
+        self._sent: int | None = None  # the number of the last one that the buddy has taken
+
+    def have_buddy(
+        self, membership: int, worker: int, buddy: Any, number: int, has_twins: bool
+    ) -> None:
+        """From now on copies can be sent and held.
+
+        Args:
+            membership: the number of the members that this worker is one of.
+            worker: its number among them.
+            buddy: the handle of another actor.
+            number: of that.
+            has_twins: whether other replicas have the same parameters, buffers and gradients.
+        """
+        self._membership, self._worker = membership, worker
+        self._buddy, self._buddy_number = buddy, number
+        self._leaves_out = _SHARED if has_twins else ()
+
+    # -- its own --------------------------------------------------------------------------
+
+    def make(self, own: Holder, what: Copy, kinds: Collection[str]) -> None:
+        """Copy what has changed since the last copy that was sent.
+
+        Args:
+            own: whose.
+            what: the copy.
+            kinds: what may have changed.
+        """
+        base = self._sent if self._own.copy(self._sent) is not None else None
+        kinds = _EVERYTHING if base is None else kinds
+        before = self._own.copy(base) or {}
+        changed: Entries = {}
+        there = set()
+        with torch.no_grad():
+            for key, value in _content(own, kinds):
+                there.add(key)
+                if key not in before or not _is_same(before[key], value):
+                    changed[key] = _copied(value)
+        gone = [key for key in before if key[0] in kinds and key not in there]
+        change = Change(what.number, what.safe, base, changed, gone)
+        self._own.put(change)
+        self._made = {n: c for n, c in self._made.items() if n > what.safe} | {what.number: change}
+
+    def send(self, what: Copy, is_given_up: Callable[[], bool]) -> None:
+        """Have the buddy take a copy that was made; it is sent again if it is lost on the way.
+
+        Args:
+            what: the copy.
+            is_given_up: whether the work is given up meanwhile.
+
+        Raises:
+            Aborted: it is; it says `UNSENT`.
+            WorkerDied: the buddy has died, or does not take it in time.
+        """
+        change = self._made.pop(what.number)
+        sent = {k: v for k, v in change.changed.items() if k[0] not in self._leaves_out}
+        packed = pickled(change._replace(changed=sent))
+        deadline = time.monotonic() + what.timeout
+        why = "it does not answer"
+        while time.monotonic() < deadline and not is_given_up():
+            try:
+                if self._is_taken(packed, deadline, is_given_up):
+                    self._sent = what.number
+                    return
+                why = "it belongs to other members, or has not the copy before"
+                break
+            except Aborted:
+                raise
+            except Exception as error:
+                why = " ".join(str(error).split())
+                if _is_dead(error):
+                    break
+                time.sleep(_PAUSE)  # it was lost on the way, say
+        if is_given_up():
+            raise Aborted(UNSENT)
+        raise WorkerDied(
+            self._buddy_number,
+            f"has not taken copy {what.number} of what worker {self._worker} has ({why});",
+            None,
+            None,
+            "copying",
+        )
+
+    def _is_taken(self, packed: Pickled, deadline: float, is_given_up: Callable[[], bool]) -> bool:
+        """Send something to the buddy; whether it has taken it.
+
+        Raises:
+            Aborted: the work was given up.
+            TimeoutError: there is no answer in time.
+        """
+        import ray
+
+        beside = self._buddy.hold.options(concurrency_group="control")
+        answer = beside.remote(self._membership, self._worker, packed)
+        while not ray.wait([answer], timeout=_SLICE)[0]:
+            if is_given_up():
+                raise Aborted(UNSENT)
+            if time.monotonic() > deadline:
+                raise TimeoutError("it does not answer")
+        return bool(ray.get(answer))
+
+    # -- those of others ------------------------------------------------------------------
+
+    def hold(self, membership: int, worker: int, packed: Pickled) -> bool:
+        """Keep what another worker sends, if both belong to the same members; whether that is so.
+
+        Runs beside the jobs.
+        """
+        if membership != self._membership:
+            return False
+        return self._held.setdefault(worker, Shelf()).put(unpickled(packed))
+
+    def copy_of(self, worker: int, number: int) -> Entries | None:
+        """The copy of this number of what this or another worker has, if it is here."""
+        shelf = self._own if worker == self._worker else self._held.get(worker, Shelf())
+        return shelf.copy(number)
+
+
+def _is_dead(error: Exception) -> bool:
+    """Whether Ray says that the actor which was called is gone."""
+    import ray
+
+    return isinstance(error, ray.exceptions.RayActorError)
+
+
+def _content(own: Holder, kinds: Collection[str]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What a worker has of these kinds."""
+    replaced = own.replaced()
+    for number, tensor in own.tensors.items():
+        if tensor.is_meta:
+            continue
+        if VALUE in kinds:
+            yield (VALUE, number), replaced.get(number, tensor).detach()
+        if GRADIENT in kinds and tensor.grad is not None:
+            yield (GRADIENT, number), tensor.grad
+    for number in own.optimizers if STATE in kinds else ():
+        yield (PART, number), True
+        for key, remembered in own.remembered(number).items():
+            yield (STATE, number, key, None), list(remembered)
+            for name, value in remembered.items():
+                yield (STATE, number, key, name), value
+    if MEMORY in kinds:
+        yield (MEMORY,), own.memory.found()
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether a value is known to be what it was, bit for bit; tensors in the same layout, too."""
+    if not (isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor)):
+        return now is True and before is True
+    bits = _BITS.get(now.element_size())
+    if bits is None or now.is_complex() or not before.layout is now.layout is torch.strided:
+        return same_tensor(before, now)
+    if (before.shape, before.dtype, before.stride()) != (now.shape, now.dtype, now.stride()):
+        return False
+    return torch.equal(before.view(bits), now.view(bits))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

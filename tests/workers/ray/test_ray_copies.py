@@ -1,0 +1,390 @@
+"""Copies of what actors have: what is sent and taken, who has them, and what they give."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import WorkerDied
+from penstock.links.local import Aborted
+from penstock.links.pickling import portable
+from penstock.workers.members import Member
+from penstock.workers.pool import Dispatch, Result
+from penstock.workers.processes.remembering import Key, Memory
+from penstock.workers.ray.copies import (
+    GRADIENT,
+    MEMORY,
+    OF_OTHERS,
+    OF_PASS,
+    PART,
+    STATE,
+    UNSENT,
+    VALUE,
+    ActorCopies,
+    Change,
+    Copy,
+    Shelf,
+)
+from penstock.workers.ray.copying import Gathered, buddies_of, is_done, may_be_done, without
+from penstock.workers.ray.model import DriverModel
+from penstock.workers.ray.pickled import pickled, unpickled
+
+EVERYTHING = (*OF_PASS, *OF_OTHERS)
+
+
+def members(nodes: str, replicas: int = 1) -> list[Member]:
+    """A member on each of these nodes."""
+    each = len(nodes) // replicas
+    return [
+        Member(k, torch.device("cpu"), k % each, k // each, 1, "host", "actor", 0, node)
+        for k, node in enumerate(nodes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "buddies"),
+    [
+        ("aa", [1, 0]),
+        ("aaa", [1, 2, 0]),
+        ("aabb", [2, 3, 0, 1]),
+        ("aab", [2, 2, 0]),
+        ("abc", [1, 2, 0]),
+    ],
+)
+def test_a_buddy_is_on_another_node_and_has_as_little_as_can_be(
+    nodes: str, buddies: list[int]
+) -> None:
+    assert buddies_of(members(nodes)) == buddies
+
+
+# -- shelves --------------------------------------------------------------------------------------
+
+
+def test_a_shelf_has_the_safe_copy_and_those_after_it() -> None:
+    shelf = Shelf()
+    assert shelf.put(Change(1, 0, None, {("value", 0): "a", ("value", 1): "b"}, []))
+    assert shelf.put(Change(2, 1, 1, {("value", 0): "c"}, [("value", 1)]))  # is given up
+    assert shelf.put(Change(3, 1, 1, {("value", 0): "d"}, []))
+    assert shelf.copy(1) == {("value", 0): "a", ("value", 1): "b"}
+    assert shelf.copy(2) == {("value", 0): "c"}
+    assert shelf.copy(3) == {("value", 0): "d", ("value", 1): "b"}
+    assert shelf.put(Change(4, 3, 3, {}, []))
+    assert shelf.copy(1) is None
+    assert shelf.copy(4) == shelf.copy(3)
+
+
+def test_a_change_of_a_copy_that_is_not_there_is_refused() -> None:
+    shelf = Shelf()
+    assert not shelf.put(Change(5, 4, 4, {("value", 0): "a"}, []))
+    assert shelf.copy(5) is None
+
+
+# -- what is sent ---------------------------------------------------------------------------------
+
+
+class Buddy:
+    """Stands for the handle of an actor; it takes what it is sent unless it is told otherwise."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.hold = self
+        self.sent: list[Change] = []
+        self.answers = list(answers)
+
+    def options(self, **_: Any) -> Buddy:
+        return self
+
+    def remote(self, membership: int, worker: int, packed: Any) -> Any:
+        answer = self.answers.pop(0) if self.answers else True
+        if isinstance(answer, Exception):
+            raise answer
+        self.sent.append(unpickled(packed))
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "get", lambda found: found)
+    monkeypatch.setattr(
+        ray, "wait", lambda refs, timeout: ([], refs) if refs == ["late"] else (refs, [])
+    )
+
+
+def worker() -> Any:
+    """As much of an actor's state as is copied: a layer, and its part of an optimizer."""
+    layer = nn.Linear(2, 2)
+    tensors = dict(enumerate(layer.parameters()))
+    optimizer = torch.optim.Adam(layer.parameters())
+    own = SimpleNamespace(tensors=tensors, optimizers={7: optimizer}, memory=Memory([], {}))
+    numbers = {id(tensor): number for number, tensor in tensors.items()}
+    own.remembered = lambda _: {numbers[id(p)]: s for p, s in optimizer.state.items()}
+    own.replaced = dict
+    own.step = lambda: (layer(torch.ones(1, 2)).sum().backward(), optimizer.step())
+    return own
+
+
+def with_buddy(buddy: Buddy, has_twins: bool = False) -> ActorCopies:
+    copies = ActorCopies()
+    copies.have_buddy(3, 0, buddy, 1, has_twins)
+    return copies
+
+
+def never() -> bool:
+    return False
+
+
+def sent(copies: ActorCopies, own: Any, what: Copy, kinds: Any = EVERYTHING) -> Change:
+    copies.make(own, what, kinds)
+    copies.send(what, never)
+    found: Change = copies._buddy.sent[-1]
+    return found
+
+
+def copy(number: int, safe: int = 0, timeout: float = 10.0) -> Copy:
+    return Copy(number, safe, timeout)
+
+
+def test_what_has_changed_is_sent_and_no_more() -> None:
+    own = worker()
+    copies = with_buddy(Buddy())
+    kinds = {(VALUE, 0), (VALUE, 1), (PART, 7), (MEMORY,)}
+    assert set(sent(copies, own, copy(1)).changed) == kinds
+    own.step()
+    second = sent(copies, own, copy(2, 1))
+    assert second.base == 1
+    assert {VALUE, GRADIENT, STATE} <= {key[0] for key in second.changed}
+    again = sent(copies, own, copy(3, 2)).changed
+    assert not any(isinstance(value, torch.Tensor) for value in again.values())
+    own.tensors[0].grad = None
+    with torch.no_grad():
+        own.tensors[1].data.zero_()  # of which autograd has no version
+        own.tensors[0].data.neg_()
+    change = sent(copies, own, copy(4, 3))
+    assert (GRADIENT, 0) in change.gone
+    assert {(VALUE, 0), (VALUE, 1)} <= set(change.changed)
+
+
+def test_the_first_copy_has_everything() -> None:
+    own = worker()
+    own.step()
+    change = sent(with_buddy(Buddy()), own, copy(1), OF_PASS)
+    assert {key[0] for key in change.changed} == set(EVERYTHING)
+
+
+def test_what_cannot_have_changed_is_not_looked_at_and_stays() -> None:
+    own = worker()
+    copies = with_buddy(Buddy())
+    own.step()
+    whole = sent(copies, own, copy(1))
+    own.step()
+    change = sent(copies, own, copy(2, 1), OF_PASS)
+    assert {key[0] for key in change.changed} == {VALUE, GRADIENT, MEMORY}
+    assert change.gone == []
+    states = {key for key in whole.changed if key[0] == STATE}
+    assert states <= set(copies.copy_of(0, 2) or {})
+
+
+def test_zeros_with_another_sign_and_another_layout_are_changes() -> None:
+    own = worker()
+    own.tensors = {0: torch.zeros(3), 1: torch.zeros(2, 2), 2: torch.full((1,), torch.nan)}
+    own.tensors[3] = torch.ones(2, dtype=torch.complex64)
+    copies = with_buddy(Buddy())
+    sent(copies, own, copy(1))
+    again = set(sent(copies, own, copy(2, 1)).changed)
+    assert again & {(VALUE, k) for k in own.tensors} == set()
+    own.tensors[0] = -own.tensors[0]
+    own.tensors[1] = own.tensors[1].t()
+    own.tensors[3] = own.tensors[3] * 1j
+    changed = set(sent(copies, own, copy(3, 2)).changed)
+    assert changed & {(VALUE, k) for k in own.tensors} == {(VALUE, 0), (VALUE, 1), (VALUE, 3)}
+
+
+def test_a_copy_is_of_its_moment() -> None:
+    own, buddy = worker(), Buddy()
+    copies = with_buddy(buddy)
+    before = own.tensors[0].detach().clone()
+    copies.make(own, copy(1), EVERYTHING)
+    own.step()
+    copies.send(copy(1), never)
+    assert torch.equal(buddy.sent[0].changed[VALUE, 0], before)
+    found = copies.copy_of(0, 1)
+    assert found is not None
+    assert torch.equal(found[VALUE, 0], before)
+
+
+def test_a_buffer_that_a_forward_has_replaced() -> None:
+    own = worker()
+    own.replaced = lambda: {1: torch.full((2,), 5.0)}
+    assert sent(with_buddy(Buddy()), own, copy(1)).changed[VALUE, 1].tolist() == [5.0, 5.0]
+
+
+def test_replicas_send_what_only_one_of_them_has() -> None:
+    own = worker()
+    own.step()
+    change = sent(with_buddy(Buddy(), has_twins=True), own, copy(1))
+    assert {key[0] for key in change.changed} == {PART, STATE, MEMORY}
+
+
+def test_what_was_made_and_not_sent_comes_with_the_next_copy() -> None:
+    own, buddy = worker(), Buddy()
+    copies = with_buddy(buddy)
+    sent(copies, own, copy(1))
+    own.step()
+    copies.make(own, copy(2, 1), OF_PASS)  # of a pass that fails elsewhere
+    change = sent(copies, own, copy(3, 1))
+    assert change.base == 1
+    assert {VALUE, GRADIENT, STATE} <= {key[0] for key in change.changed}
+
+
+def test_a_copy_that_was_lost_on_the_way_is_sent_again() -> None:
+    buddy = Buddy(RuntimeError("lost"), True)
+    assert sent(with_buddy(buddy), worker(), copy(1)).number == 1
+    assert len(buddy.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "timeout", "why"),
+    [
+        (False, 10.0, "it belongs to other members"),
+        ("late", 0.0, "it does not answer"),
+        (RuntimeError("full"), 0.1, "full"),
+    ],
+)
+def test_a_copy_that_is_not_taken(answer: Any, timeout: float, why: str) -> None:
+    copies = with_buddy(Buddy(*[answer] * 9))
+    copies.make(worker(), copy(1), EVERYTHING)
+    with pytest.raises(WorkerDied, match=rf"worker 1 has not taken copy 1 of .* 0 has \({why}"):
+        copies.send(copy(1, timeout=timeout), never)
+
+
+def test_a_buddy_that_has_died() -> None:
+    import ray
+
+    buddy = Buddy(ray.exceptions.RayActorError())
+    copies = with_buddy(buddy)
+    copies.make(worker(), copy(1), EVERYTHING)
+    with pytest.raises(WorkerDied, match="worker 1 has not taken copy 1 of what worker 0 has"):
+        copies.send(copy(1), never)
+    assert buddy.sent == []
+
+
+@pytest.mark.parametrize("answers", [["late"], [RuntimeError("lost")]])
+def test_a_wait_for_the_buddy_is_given_up(answers: list[Any]) -> None:
+    copies = with_buddy(Buddy(*answers))
+    copies.make(worker(), copy(1), EVERYTHING)
+    looks = iter([False, True, True])
+    with pytest.raises(Aborted, match=UNSENT):
+        copies.send(copy(1), lambda: next(looks))
+
+
+# -- what is taken --------------------------------------------------------------------------------
+
+
+def test_a_copy_of_other_members_is_refused() -> None:
+    change = pickled(Change(9, 0, None, {(VALUE, 0): torch.ones(2)}, []))
+    copies = ActorCopies()
+    assert not copies.hold(1, 4, change)  # there are no members yet
+    copies.have_buddy(2, 0, None, 1, False)
+    assert not copies.hold(1, 4, change)
+    assert copies.copy_of(4, 9) is None
+    assert copies.hold(2, 4, change)
+    found = copies.copy_of(4, 9)
+    assert found is not None
+    assert torch.equal(found[VALUE, 0], torch.ones(2))
+
+
+# -- what copies give -----------------------------------------------------------------------------
+
+
+def test_what_copies_give_when_some_have_died() -> None:
+    part: dict[Any, Any] = {(VALUE, 0): "w", (PART, 7): True, (STATE, 7, 0, None): ["b", "a"]}
+    part |= {(STATE, 7, 0, "a"): 1, (STATE, 7, 0, "b"): 2}
+    other = {(VALUE, 1): "v", (GRADIENT, 1): "g", (PART, 7): True}
+    found = Gathered.of(members("ab"), {1: other}, {0: part})
+    assert found.values == {0: "w", 1: "v"}
+    assert found.gradients == {1: "g"}
+    assert found.states == {(7, 0): {0: {"b": 2, "a": 1}}, (7, 1): {}}
+    assert list(found.states[7, 0][0]) == ["b", "a"]
+    assert found.lost == []
+    assert Gathered.of(members("ab"), {1: other}, {}).lost == [0]
+
+
+def test_what_replicas_have_is_left_with_one_of_them() -> None:
+    part: dict[Any, Any] = {(PART, 7): True, (STATE, 7, 0, None): ["a"], (STATE, 7, 0, "a"): 1}
+    part |= {(MEMORY,): {"calls": 3}}
+    whole = {(VALUE, 0): "w", (PART, 7): True, (MEMORY,): {"calls": 5}}
+    found = Gathered.of(members("ab", replicas=2), {1: whole}, {0: part})
+    assert found.values == {0: "w"}
+    assert found.memories == [{"calls": 3}, {"calls": 5}]  # of each its own
+    assert found.states == {(7, 0): {0: {"a": 1}}, (7, 1): {}}
+    assert found.lost == []
+    assert Gathered.of(members("ab", replicas=2), {1: whole}, {}).lost == [0]
+
+
+def test_attributes_that_the_script_has_set_since_stay() -> None:
+    def key(number: int, name: str, registry: str = "") -> Key:
+        return Key("module", number, registry, name)
+
+    memory: Any = dict.fromkeys([key(0, "a"), key(0, "b"), key(1, "a"), key(0, "a", "hooks")])
+    left = [key(0, "b"), key(1, "a"), key(0, "a", "hooks")]
+    assert list(without({0: {"a": 1}}, memory)) == left
+
+
+def test_what_the_script_has_done_since_a_copy_stays_done() -> None:
+    model = nn.Linear(2, 2)
+    driver = DriverModel(model)
+    driver.deliveries([list(model.parameters())])
+    weight, bias = model.weight, model.bias
+    assert not driver.has_told
+    with torch.no_grad():
+        bias.fill_(3.0)
+    weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
+    driver.news(1)
+    assert driver.has_told
+    driver.confirm()
+    assert not driver.has_told
+    driver.has_changed([weight])
+    with torch.no_grad():
+        weight.grad.zero_()
+        bias.grad = None
+    driver.news(1)
+    driver.doubt()  # the work with which they were told has failed
+    values = {0: torch.full((2, 2), 7.0), 1: torch.full((2,), 7.0)}
+    gradients = {0: torch.full((2, 2), 2.0), 1: torch.full((2,), 2.0)}
+    driver.go_back(values, gradients, driver.news(1))
+    assert torch.equal(weight, values[0])
+    assert torch.equal(weight.grad, torch.zeros(2, 2))
+    assert bias.grad is None
+    assert torch.equal(bias, values[1])
+    with torch.no_grad():
+        bias.fill_(5.0)
+    driver.go_back(values, gradients, driver.news(1))
+    assert bias.tolist() == [5.0, 5.0]
+
+
+# -- what was interrupted -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "may_be"),
+    [
+        ([None, Aborted()], KeyboardInterrupt(), True),
+        ([portable(Aborted(UNSENT)), Aborted()], KeyboardInterrupt(), True),
+        ([Aborted(), Aborted()], KeyboardInterrupt(), False),
+        ([ValueError(), Aborted()], ValueError(), False),
+        (None, KeyboardInterrupt(), True),
+        (None, ValueError(), False),
+    ],
+)
+def test_whether_work_that_was_interrupted_may_be_done(
+    ends: list[BaseException | None] | None, error: BaseException, may_be: bool
+) -> None:
+    current = None if ends is None else Dispatch(0)
+    if current is not None:
+        current.results = {k: Result(None, end) for k, end in enumerate(ends or ())}
+    assert may_be_done(current, error) is may_be
+    assert current is None or not is_done(current, 2)

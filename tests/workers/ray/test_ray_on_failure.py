@@ -1,0 +1,574 @@
+"""Actors that die amid whatever they do: others take over, and not a bit changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.comparison.reference import run_with_threads
+from penstock.workers.ray.cluster import Cluster, ray
+from penstock.workers.ray.copies import Change
+from penstock.workers.ray.pickled import pickled
+from tests.pipeline import test_on_failure as processes
+from tests.pipeline.test_on_failure import (
+    COUNT,
+    TRAPS,
+    Counting,
+    Event,
+    X,
+    Y,
+    both,
+    built,
+    send,
+    set_trap,
+)
+from tests.support.actors import have_ray, lent_actors
+
+HERE = ps.Ray(cpus=1)
+
+
+@pytest.fixture(autouse=True)
+def _ray() -> None:
+    have_ray()
+
+
+def check(folder: Path, events: dict[int, Event], **options: Any) -> ps.Pipeline:
+    return processes.check(folder, events, workers=HERE, **options)
+
+
+def make(model: nn.Module, **options: Any) -> ps.Pipeline:
+    given: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "workers": HERE} | options
+    return ps.Pipeline(model, (X,), num_microbatches=COUNT, audit=None, **given)
+
+
+def step(pipe: ps.Pipeline) -> torch.Tensor:
+    found: torch.Tensor = pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_whatever_an_actor_does_as_it_dies_another_completes_it(tmp_path: Path) -> None:
+    pipe = check(tmp_path, TRAPS, on_failure="replace")
+    assert pipe.members.number == 4
+    said = [event.what for event in pipe.history().events]
+    assert [" in the forward of micro-batch 0 in stage" in what for what in said[:2]] == [1, 0]
+    assert "during optimizer step" in said[2]
+    assert all("2 workers; others have taken over within" in what for what in said)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A job: let a worker end as it sends its next copy, before or after its buddy has it."""
+
+    worker: int
+    is_sent: bool
+
+    def __call__(self, own: Any) -> None:
+        if own.worker != self.worker:
+            return
+        send = own.copies.send
+
+        def fatal(*args: Any) -> None:
+            if self.is_sent:
+                send(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        own.copies.send = fatal
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A job: let the next copy take so many seconds."""
+
+    seconds: float
+
+    def __call__(self, own: Any) -> None:
+        send = own.copies.send
+
+        def slowly(*args: Any) -> None:
+            own.copies.send = send
+            time.sleep(self.seconds)
+            send(*args)
+
+        own.copies.send = slowly
+
+
+def tell(pipe: ps.Pipeline, job: Any) -> None:
+    pipe._workers._run([job] * len(pipe.members))  # type: ignore[attr-defined]
+
+
+def arm(worker: int, is_sent: bool) -> Event:
+    return lambda pipe: tell(pipe, Arm(worker, is_sent))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_replica_after_the_other_dies(tmp_path: Path) -> None:
+    events = {1: set_trap("step"), 2: arm(1, True), 3: send(0), 4: arm(0, False)}
+    pipe = check(tmp_path, events, replicas=2, on_failure="replace", counts=False)
+    assert (pipe.members.number, pipe.plan.replicas) == (4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_those_that_are_left_go_on_by_plans_made_ahead(tmp_path: Path) -> None:
+    events = {1: set_trap("forward"), 3: set_trap("step")}
+    pipe = check(tmp_path, events, devices=["cpu"] * 3, on_failure="continue")
+    assert len(pipe.members) == 1
+    assert all("; another plan: " in event.what for event in pipe.history().events)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_replica_goes_on_alone(tmp_path: Path) -> None:
+    pipe = check(tmp_path, {1: send(0)}, replicas=2, on_failure="continue", counts=False)
+    assert (len(pipe.members), pipe.plan.replicas) == (1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -> None:
+    """An actor dies between a call and its backward, in the backward, and in the forward."""
+
+    def lose(pipe: ps.Pipeline) -> None:
+        run = pipe._runner.run
+
+        def once(order: Any) -> Any:
+            if order.what == "backward":
+                pipe._runner.run = run  # type: ignore[method-assign]
+                send(1)(pipe)
+                pipe.model.eval()  # which the forward was not
+            try:
+                return run(order)
+            finally:
+                pipe.model.train()
+
+        pipe._runner.run = once  # type: ignore[method-assign]
+
+    events = {1: lose, 3: set_trap("backward"), 4: set_trap("forward")}
+    pipe = check(tmp_path, events, style="plain", on_failure="replace")
+    assert pipe.members.number == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_modules_remember_is_what_it_was_before_the_pass(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    with make(model, on_failure="replace") as pipe:
+        before = model.trap.calls
+        for k in range(3):
+            if k == 2:
+                set_trap("backward")(pipe)
+            step(pipe)
+        pipe.resize(["cpu"])  # which brings what modules remember
+        assert pipe.members.number == 2
+        assert model.trap.calls == before + 3 * COUNT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_optimizer_that_remembers_numbers(tmp_path: Path) -> None:
+    events = {0: set_trap("step"), 3: set_trap("step")}
+    check(tmp_path, events, kind=Counting, on_failure="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_map_goes_on(tmp_path: Path) -> None:
+    model = built(tmp_path).eval()
+    with torch.no_grad():
+        wanted = run_with_threads(
+            lambda: [torch.cat([model(x) for x in X.chunk(COUNT)]) for _ in range(6)], 1
+        )
+    with make(model, on_failure="replace") as pipe:
+        found = []
+        for k, result in enumerate(pipe.map([X] * 6)):
+            found.append(result)
+            if k == 1:
+                send(0)(pipe)
+        assert pipe.members.number == 1
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_batches_of_map_that_were_under_way_as_weights_changed(tmp_path: Path) -> None:
+    processes.check_training_amid_map(tmp_path, workers=HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_forward_that_is_run_again_finds_the_model_as_it_was() -> None:
+    processes.check_a_forward_again(workers=HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_is_lost_if_an_actor_has_died_before_the_pipeline_is_closed() -> None:
+    def trained(dies: bool) -> list[torch.Tensor]:
+        model = plain_layers()
+        with make(model, on_failure="replace") as pipe:
+            optimizer = pipe.optimizer(torch.optim.Adam, lr=0.1)
+            step(pipe)
+            optimizer.step()
+            if dies:
+                send(1)(pipe)
+        state = [v for own in optimizer.state_dict()["state"].values() for v in own.values()]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [t.clone() for t in (*model.state_dict().values(), *state, *gradients)]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_copies_are_made_of_what_has_changed_and_of_nothing_else() -> None:
+    model = plain_layers()
+    with make(model, on_failure="replace") as pipe:
+        pool = pipe._workers._pool  # type: ignore[attr-defined]
+        step(pipe)
+        model.zero_grad()
+        model.eval()
+        before = pool.copies
+        list(pipe.map([X] * 6, ahead=3))
+        assert pool.copies == before + 1  # of the gradients that are gone
+        pipe.fetch()
+        list(pipe.map([X] * 2))
+        assert pool.copies == before + 1
+        model[0].marked = 1.0
+        list(pipe.map([X] * 2))
+        assert pool.copies == before + 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_weights_are_read_from_those_that_take_over() -> None:
+    """Nobody has died; the workers were parted by an impatient Ctrl-C, say."""
+
+    def trained(fails: bool) -> list[torch.Tensor]:
+        model = plain_layers()
+        with make(model, on_failure="replace") as pipe:
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+            found: list[torch.Tensor] = []
+            for read in (pipe.state_dict, lambda: pipe.fetch() or model.state_dict()):
+                step(pipe)
+                optimizer.step()
+                if fails:
+                    pipe._workers._pool.fail("an interrupt")  # type: ignore[attr-defined]
+                found += [value.clone() for value in read().values()]
+            assert pipe.members.number == 2 * fails
+        return found
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_actor_that_is_stopped_is_replaced(tmp_path: Path) -> None:
+    pipe = check(tmp_path, {2: send(0, signal.SIGSTOP)}, on_failure="replace")
+    assert "was stopped by a signal" in pipe.history().events[0].what
+
+
+LOSSES = [F.mse_loss, F.l1_loss, F.smooth_l1_loss]
+
+
+def eventful(pipe: ps.Pipeline, at: Callable[[str], None]) -> dict[str, torch.Tensor]:
+    """What a script may do between and in steps; `at` is called before each, with its name."""
+    torch.manual_seed(11)
+    model = pipe.model
+    every = list(model.parameters())
+    early, late = every[:-4], every[-4:]
+    optimizer = pipe.optimizer(torch.optim.AdamW, early, lr=0.01)
+    scaler = pipe.scaler(init_scale=8.0, growth_interval=2)
+    found = {}
+    for k in range(4):
+        at(f"{k} pass")
+        found[f"pass {k}"] = pipe.train_step(X, target=Y, loss_fn=LOSSES[k % 3], scaler=scaler)
+        model.train(k != 1)
+        at(f"{k} second pass")
+        found[f"second {k}"] = pipe.train_step(Y, target=X, loss_fn=LOSSES[-k % 3], scaler=scaler)
+        at(f"{k} unscale")
+        scaler.unscale_(optimizer)
+        at(f"{k} clip value")
+        pipe.clip_grad_value_(0.05)
+        at(f"{k} clip")
+        found[f"norm {k}"] = pipe.clip_grad_norm_(0.1)
+        if k == 1:
+            optimizer.add_param_group({"params": late, "lr": 0.02})
+        at(f"{k} step")
+        scaler.step(optimizer)
+        scaler.update()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        model.train()
+        if k == 1:
+            found["evaluated"] = pipe.eval_step(X, target=Y, loss_fn=F.mse_loss)
+        if k == 2:
+            at("fetch")
+            pipe.load_state_dict({n: t * 0.5 for n, t in pipe.state_dict().items()}, strict=False)
+            at("load")
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad(set_to_none=k != 1)
+    for number, own in optimizer.state_dict()["state"].items():
+        found |= {f"{name} {number}": value.clone() for name, value in own.items()}
+    found["scale"] = torch.tensor(scaler.get_scale())
+    return found | {name: value.clone() for name, value in pipe.state_dict().items()}
+
+
+def plain_layers() -> nn.Module:
+    torch.manual_seed(2)
+    layers = [[nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.1)] for _ in "abc"]
+    return nn.Sequential(*(layer for each in layers for layer in each))
+
+
+DEATHS: dict[str, dict[str, Event]] = {
+    "before work": {
+        "0 second pass": send(0),
+        "1 unscale": send(1),
+        "1 step": send(0),
+        "2 clip": send(1),
+        "3 pass": send(0),
+    },
+    "before it is copied": {
+        "0 pass": arm(0, False),
+        "1 second pass": arm(1, False),
+        "2 unscale": arm(0, False),
+        "2 step": arm(1, False),
+        "load": arm(0, False),
+        "3 clip": arm(1, False),
+    },
+    "when it is copied": {
+        "0 second pass": arm(1, True),
+        "0 step": arm(0, True),
+        "1 clip value": arm(1, True),
+        "2 pass": arm(0, True),
+        "fetch": send(1),
+        "3 unscale": arm(0, True),
+        "3 step": arm(1, True),
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("when", DEATHS)
+def test_only_the_work_under_way_is_done_again_with_what_it_was_given(when: str) -> None:
+    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
+        wanted = eventful(pipe, lambda moment: None)
+    events = dict(DEATHS[when])
+    count = len(events)
+    with make(plain_layers(), on_failure="replace") as pipe:
+        found = eventful(pipe, lambda moment: events.pop(moment, lambda pipe: None)(pipe))
+        assert (events, pipe.members.number) == ({}, count)
+        stale = pickled(Change(10**6, 0, None, {}, []))
+        actor = pipe._workers._pool._actors[0]  # type: ignore[attr-defined]
+        assert ray().get([actor.hold.remote(k, 1, stale) for k in (0, count)]) == [False, True]
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fewer_and_fewer_go_on_and_then_more_again(tmp_path: Path) -> None:
+    """With accumulated gradients, a checkpoint, and what the script fetches in between."""
+
+    def train(pipe: ps.Pipeline, disturb: bool) -> dict[str, torch.Tensor]:
+        model = pipe.model
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
+        events: dict[int, Event] = {1: arm(2, False), 3: arm(0, False)} if disturb else {}
+        found = {}
+        for k in range(8):
+            events.get(k, lambda _: None)(pipe)
+            found[f"loss {k}"] = step(pipe)
+            if k % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            if disturb and k == 4:
+                assert len(pipe.members) == 1
+                pipe.resize(["cpu"] * 2)
+                send(0)(pipe)
+            if disturb and k == 5:
+                assert len(pipe.members) == 1
+                pipe.save(tmp_path / "checkpoint", optimizer=optimizer)
+                pipe.resize(["cpu"] * 2)
+            if k == 6:
+                pipe.fetch()
+                found |= {f"{name} then": t.clone() for name, t in model.state_dict().items()}
+        return found | {name: t.clone() for name, t in pipe.state_dict().items()}
+
+    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
+        wanted = train(pipe, False)
+    with make(plain_layers(), devices=["cpu"] * 3, on_failure="continue") as pipe:
+        found = train(pipe, True)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    model = plain_layers()
+    with make(model, workers="threads", threads_per_worker=1) as pipe:
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        ps.load(tmp_path / "checkpoint").restore(pipe, optimizer=optimizer)
+        losses = []
+        for k in (6, 7):
+            losses.append(step(pipe))
+            if k == 7:
+                optimizer.step()
+        assert torch.equal(losses[0], wanted["loss 6"])
+        assert torch.equal(losses[1], wanted["loss 7"])
+        assert all(torch.equal(t, wanted[n]) for n, t in model.state_dict().items())
+
+
+def interrupt(pipe: ps.Pipeline) -> None:
+    """A step with a Ctrl-C while copies are sent."""
+    tell(pipe, Slow(3.0))
+    timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    try:
+        step(pipe)
+    finally:
+        timer.join()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_ctrl_c_while_copies_are_sent_undoes_the_pass() -> None:
+    with make(plain_layers(), on_failure="replace") as pipe:
+        state = pipe.random_state()
+        wanted = step(pipe)
+        gradients = pipe.gradients()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt(pipe)
+        after = pipe.gradients()
+        assert gradients.keys() == after.keys()
+        assert all(torch.equal(gradient, after[name]) for name, gradient in gradients.items())
+        assert "KeyboardInterrupt came at the end of train_step" in pipe.history().events[0].what
+        pipe.load_random_state(state)
+        for parameter in pipe.model.parameters():
+            parameter.grad = None
+        pipe.model.load_state_dict(plain_layers().state_dict())
+        assert torch.equal(step(pipe), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_ctrl_c_that_ends_the_pipeline_loses_nothing() -> None:
+    def train(pipe: ps.Pipeline) -> None:
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        step(pipe)
+        optimizer.step()
+
+    wanted, model = plain_layers(), plain_layers()
+    with make(wanted, workers="threads", threads_per_worker=1) as pipe:
+        pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
+        train(pipe)
+
+    def end() -> None:
+        with make(model, on_failure="replace") as pipe:
+            pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
+            train(pipe)
+            interrupt(pipe)
+
+    with pytest.raises(KeyboardInterrupt):
+        end()
+    pairs = zip(model.state_dict().values(), wanted.state_dict().values(), strict=True)
+    assert all(torch.equal(found, value) for found, value in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_attributes_that_the_script_sets_after_a_forward_did(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    with make(model, on_failure="replace") as pipe:
+        step(pipe)
+        model.trap.calls = 100
+        set_trap("backward")(pipe)
+        step(pipe)
+        pipe.resize(["cpu"])  # which brings what modules remember
+        assert (pipe.members.number, model.trap.calls) == (2, 100 + COUNT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_worker_and_its_buddy_are_both_gone(tmp_path: Path, is_saved: bool) -> None:
+    with make(plain_layers(), on_failure="replace") as pipe:
+        step(pipe)
+        if is_saved:
+            pipe.save(tmp_path / "checkpoint")
+        words = str(tmp_path / "checkpoint") if is_saved else "There is no checkpoint of this run"
+        both(pipe)
+        with pytest.raises(ps.WorkerDied, match=words) as caught:
+            step(pipe)
+        assert "Nobody that is left has a copy of what worker" in str(caught.value)
+        with pytest.raises(ps.ClosedError, match="has what was last fetched"):
+            step(pipe)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cluster_without_room_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain_layers()
+    with make(model, on_failure="replace", workers=ps.Ray(cpus=1, wait=1.0)) as pipe:
+        step(pipe)
+        before = {name: gradient.clone() for name, gradient in pipe.gradients().items()}
+        monkeypatch.setattr(Cluster, "placed", lambda *_: {})  # as if the node had gone
+        send(0)(pipe)
+        with pytest.raises(ps.InputError, match=r"no room for 1 others .*The model has its weight"):
+            step(pipe)
+        with pytest.raises(ps.ClosedError):
+            step(pipe)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(torch.equal(g, found[name]) for name, g in before.items())  # type: ignore[arg-type]
+
+
+def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise ValueError("broken")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_step_that_fails_and_then_a_death() -> None:
+    def train(pipe: ps.Pipeline, disturb: bool) -> list[torch.Tensor]:
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        pipe.load_random_state({"seed": 5, "trained": 0, "others": 0})
+        losses = []
+        for k in range(4):
+            optimizer.zero_grad()
+            if disturb and k == 2:
+                with pytest.raises(ps.WorkerError, match="broken"):
+                    pipe.train_step(X, target=Y, loss_fn=broken)
+                pipe.load_random_state({"seed": 5, "trained": 2, "others": 0})
+                send(1)(pipe)
+            losses.append(step(pipe))
+            optimizer.step()
+        return losses
+
+    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
+        wanted = train(pipe, False)
+    with make(plain_layers(), on_failure="replace") as pipe:
+        found = train(pipe, True)
+        assert pipe.members.number == 1
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_nothing_is_copied_unless_it_is_asked_for() -> None:
+    with lent_actors(), make(plain_layers()) as pipe:
+        step(pipe)
+        step(pipe)
+        found = pipe._workers._run([_copies_of] * 2)  # type: ignore[attr-defined]
+        assert found == [(None, False)] * 2
+
+
+def _copies_of(own: Any) -> tuple[int | None, bool]:
+    return own.copies._sent, bool(own.copies._own._copies)
