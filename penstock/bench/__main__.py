@@ -20,6 +20,7 @@ NAMES = (
     "truth",
     "attribution",
     "small",
+    "starting",
     "surviving",
     "watched",
     "pictures",

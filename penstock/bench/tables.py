@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.record import DATA, ROOT
+from penstock.bench.starting import until_first_step
 from penstock.units import show_seconds
 
 PAGES = (
@@ -27,6 +28,7 @@ PAGES = (
     "docs/planning.md",
     "docs/watching.md",
     "docs/generation.md",
+    "docs/launching.md",
 )
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
@@ -313,6 +315,28 @@ def conditions(models: Sequence[dict[str, Any]]) -> list[str]:
     return [f"- {'; '.join(names)}: {said}" for said, names in alike.items()]
 
 
+def starting(report: dict[str, Any]) -> str:
+    """Seconds of scripts until their first step is done, and of building the pipeline in it."""
+    ways = list(report["models"][0]["ways"])
+    lines = [f"| | {' | '.join(ways)} |", "|---" * (1 + len(ways)) + "|"]
+    for found in report["models"]:
+        cells = []
+        for starts in found["ways"].values():
+            own = statistics.median(start.get("pipeline", 0.0) for start in starts)
+            total = statistics.median(map(until_first_step, starts))
+            cells.append(f"{total:.1f} s" + (f" ({own:.1f})" if own else ""))
+        lines.append(f"| {' | '.join([found['model'], *cells])} |")
+    rounds = {found["settings"]["rounds"] for found in report["models"]}
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "In parentheses the seconds of building the pipeline. Medians of "
+            f"{', '.join(map(str, rounds))} starts in turns. {_where(report)}",
+        ]
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": compare,
     "capture_time": capture_time,
@@ -321,6 +345,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "attribution": attribution,
     "watched": watched,
     "generation": generation,
+    "starting": starting,
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.bench import compare, links, sleeping
+from penstock.bench import compare, links, sleeping, starting
 from penstock.bench.subjects import subjects
 from penstock.schedule import SCHEDULES, Costs, build
 from penstock.simulate import simulate
@@ -63,6 +63,19 @@ def test_links_and_actions_are_measured(tmp_path: Path) -> None:
             assert row[way]["bytes_per_second"] == row["bytes"] / row[way]["seconds"]
     for result in report["actions"]:
         assert result["seconds"].keys() - {"bare loop"} == result["overhead_seconds"].keys()
+
+
+@pytest.mark.slow
+def test_starts_are_timed_part_by_part(tmp_path: Path) -> None:
+    arguments = ["--models", "tiny", "--rounds", "1", "--json", str(tmp_path / "x.json")]
+    assert starting.main(arguments) == 0
+    (model,) = json.loads((tmp_path / "x.json").read_text())["models"]
+    (plain,) = model["ways"].pop(starting.PLAIN)
+    assert len(model["ways"]) == 4
+    for (parts,) in model["ways"].values():
+        assert parts.keys() - plain.keys() == {"penstock", "pipeline"}
+        whole = sum(parts.values())
+        assert starting.until_first_step(parts) == pytest.approx(whole - parts["second step"])
 
 
 @pytest.mark.slow

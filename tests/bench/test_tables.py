@@ -179,6 +179,16 @@ def test_generation_is_beside_others_with_the_same_groups_and_at_their_best() ->
     assert "commit 0123456789ab" in found
 
 
+def test_a_start_ends_with_the_first_step() -> None:
+    plain = {"torch": 1.0, "model": 0.5, "first step": 0.25, "second step": 9.0}
+    ours = {**plain, "penstock": 1.0, "pipeline": 4.0}
+    ways = {"plain PyTorch": [plain] * 3, "threads, first": [ours, ours, {**ours, "torch": 99.0}]}
+    model = {"model": "MLP", "ways": ways, "settings": {"rounds": 3}}
+    found = tables.starting({**ORIGIN, "models": [model]})
+    assert "| MLP | 1.8 s | 6.8 s (4.0) |" in found
+    assert "Medians of 3 starts in turns" in found
+
+
 def test_memory_is_in_mebibytes() -> None:
     sizes = [{"live": k << 20, "resident": (k + 1) << 20} for k in (3, 5, 7)]
     row = dict(zip(("capture", "step", "row"), sizes, strict=True))

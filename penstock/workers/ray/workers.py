@@ -483,8 +483,10 @@ class RayWorkers(Workers):
     def _check_open(self) -> None:
         if self._pool.can_go_on:
             self._pool.check_open()  # if one has died, others can take over
+        if self._pool.why_closed is not None and self._is_brought:
+            raise closed(self._pool.why_closed)
         if self._pool.why_closed is not None:
-            raise closed(self._pool.why_closed, in_actors=not self._is_brought)
+            raise closed(self._pool.why_closed, in_actors=True)
 
     def _run(
         self,
@@ -777,7 +779,9 @@ class RayWorkers(Workers):
             try:
                 self.remembered().bring()
             except WorkerDied as death:
-                warnings.warn(str(death), stacklevel=2)
+                warnings.warn(
+                    f"what was trained is lost as the pipeline is closed: {death}", stacklevel=2
+                )
 
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
