@@ -161,13 +161,23 @@ class Cut(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> Any:
         """The stage's results; alone if there is only one."""
-        for value in values:
-            if value.requires_grad:
-                value.register_hook(torch.Tensor.contiguous)
-        results = [value.contiguous() for value in self.stage({ROWS: self.rows}, None, *values)]
+        given = [_SendsContiguous.apply(v) if v.requires_grad else v for v in values]
+        results = [value.contiguous() for value in self.stage({ROWS: self.rows}, None, *given)]
         if self.copies:
             results = [value.clone() for value in results]
         return tuple(results) if len(results) > 1 else results[0]
+
+
+class _SendsContiguous(torch.autograd.Function):
+    """Nothing, but that gradients of it are contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].contiguous()
 
 
 def captured(subject: Subject) -> ps.Program:

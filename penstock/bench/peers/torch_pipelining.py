@@ -100,7 +100,7 @@ def _parts(stages: Sequence[nn.Module], workload: Workload) -> list[_Part]:
     inputs: tuple[Tensor, ...] = (torch.empty_like(batch[:size], device="meta"),)
     for index, module in enumerate(stages):
         try:
-            results = copy.deepcopy(module).to("meta")(*map(_leaf, inputs))
+            results = copy.deepcopy(module).to("meta")(*inputs)
         except Exception as error:
             shapes = [tuple(value.shape) for value in inputs]
             error.add_note(f"in stage {index}, for inputs of the shapes {shapes}")
@@ -108,14 +108,10 @@ def _parts(stages: Sequence[nn.Module], workload: Workload) -> list[_Part]:
         outputs = results if isinstance(results, tuple) else (results,)
         if not all(isinstance(value, Tensor) for value in outputs):
             raise TypeError(f"stage {index} gives {type(results).__name__}, not tensors")
-        parts.append(_Part(index, module, inputs, tuple(map(_leaf, outputs))))
+        leaves = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
+        parts.append(_Part(index, module, inputs, leaves))
         inputs = parts[-1].outputs
     return parts
-
-
-def _leaf(value: Tensor) -> Tensor:
-    """The same, without a history and hooks."""
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 def _deal(schedule: str, num_stages: int, num_ranks: int) -> list[list[int]]:
