@@ -28,7 +28,7 @@ from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, Pass
 from penstock.engine.residents import GONE, States
 from penstock.engine.span import MicroBatch
-from penstock.errors import ClosedError, InputError, StatesLost, WorkerDied, WorkerError
+from penstock.errors import InputError, StatesLost, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
@@ -86,9 +86,9 @@ class _Recording:
 
 
 _CHANGED = (
-    "a worker has died while a batch was under way, and the script has changed parameters since "
-    "that batch began, so that it cannot be run again as it was: take all results of map() before "
-    "you change the model"
+    "a worker has died that had a batch of pipe(x) or map(), and parameters have changed since "
+    "that batch began, so that it cannot be run again as it was: call backward(), or take all "
+    "results of map(), before you change the model"
 )
 
 
@@ -128,20 +128,26 @@ class _Before(NamedTuple):
         modules: all of it.
         modes: whether each of them is in training mode.
         parameters: of the model.
-        versions: how often each of these was changed in place.
+        versions: how often each of these was changed in place, and where it is.
+        updates: how many steps optimizers had done.
         buffers: its buffers, and their contents; none if passes do not change them.
     """
 
     modules: Sequence[nn.Module]
     modes: Sequence[bool]
     parameters: Sequence[torch.Tensor]
-    versions: Sequence[int]
+    versions: Sequence[tuple[int, int]]
+    updates: int
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the script has changed a parameter since."""
-        return any(map(operator.ne, map(_version, self.parameters), self.versions))
+    def is_gone(self, updates: int) -> bool:
+        """Whether the script has changed a parameter since, or so many updates are others."""
+        changed = any(map(operator.ne, map(_version, self.parameters), self.versions))
+        return changed or updates != self.updates
+
+    def seen(self) -> _Before:
+        """The same, as those who have taken over have written into parameters."""
+        return self._replace(versions=[_version(parameter) for parameter in self.parameters])
 
     @contextmanager
     def again(self, workers: Workers) -> Iterator[None]:
@@ -161,8 +167,8 @@ class _Before(NamedTuple):
                 module.training = training
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 class Runner:
@@ -218,6 +224,7 @@ class Runner:
         self._user = _User(workers.ownership)
         self._under_way: list[Started] = []
         self._held: dict[int, Started] = {}  # forwards whose backward may come, by number
+        self._updates = 0  # steps of optimizers
         self._lost: set[int] = set()  # numbers of those that the workers have lost
         self.use(plan, workers)
 
@@ -522,13 +529,17 @@ class Runner:
         self._user.enter(*self._effects(order))
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
-        if self.workers.are_leaving and not self._under_way:
-            self.relieve()
-        started = Started(order, self.steps.begin())
-        if order.what in ("forward", "infer") and self.recover is not _raise:
-            started.before = self.surviving(partial(self._before, order))
-        self._under_way.append(started)
         try:
+            if self.workers.are_leaving and not self._under_way:
+                self.relieve()
+        except BaseException:
+            self._user.leave()
+            raise
+        started = Started(order, self.steps.begin())
+        try:
+            if order.what in ("forward", "infer") and self.recover is not _raise:
+                started.before = self.surviving(partial(self._before, order))
+            self._under_way.append(started)
             self.surviving(self._submit)
         except BaseException:
             self._left(started)
@@ -537,12 +548,14 @@ class Runner:
 
     def _before(self, order: Order) -> _Before:
         """What the model is like before a pass that may have to be run again later."""
-        changes = order.what == "forward" and self.changes_buffers()
-        buffers = list(self._program.model.buffers()) if changes else []
+        changed = [trace.changed for ways in self._ways.values() for trace in ways.traces]
+        keeps = order.what == "forward" and any(changed)
+        buffers = list(self._program.model.buffers()) if keeps else []
         self.workers.bring_values(buffers)
         return _Before(
             *(self._modules, [module.training for module in self._modules]),
             *(self._parameters, [_version(tensor) for tensor in self._parameters]),
+            self._updates,
             [(buffer, buffer.detach().clone()) for buffer in buffers],
         )
 
@@ -568,6 +581,8 @@ class Runner:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
             held = self._held[number]
+            if not self._is_known(held):
+                raise InputError(_CHANGED)
             held.is_again = True
             order = held.order.changed(again=True, recorded=False)
             self._introduce(order)
@@ -582,17 +597,26 @@ class Runner:
         self._user.leave()
         self.steps.leave(started.begun)
 
-    def alone(self, work: Callable[[], T]) -> T:
+    def alone(self, work: Callable[[], T], updates: bool = False) -> T:
         """As `surviving`, for work after which a pass that is run again would give another result.
+
+        Args:
+            work: what is done.
+            updates: whether it updates parameters.
 
         Raises:
             WorkerDied: nobody takes over.
         """
         self._settle()
+        self._updates += updates
         return self.surviving(work)
 
     def _settle(self) -> None:
-        """Wait for the passes under way if they are run again where a worker dies."""
+        """Wait for the passes under way if they are run again where a worker dies.
+
+        Raises:
+            WorkerDied, ClosedError: nobody takes over for workers that have died.
+        """
         if self.recover is _raise or not self._user.is_here():
             return
         for started in tuple(self._under_way):
@@ -601,7 +625,7 @@ class Runner:
                     started.end = self.surviving(partial(self._finished, started))
                 except Exception as error:
                     started.end = error  # who waits for this pass is told
-                    if isinstance(error, (WorkerDied, ClosedError)):
+                    if isinstance(error, WorkerDied) or not self.workers.all_alive():
                         raise
 
     def surviving(self, work: Callable[[], T]) -> T:
@@ -617,7 +641,11 @@ class Runner:
             except WorkerDied as death:
                 deaths += 1
                 self._note_what_cannot_run_again()
+                known = [s for s in (*self._under_way, *self._held.values()) if self._is_known(s)]
                 self.recover(death, deaths)
+                for started in known:
+                    if started.before is not None:
+                        started.before = started.before.seen()
 
     def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
@@ -654,11 +682,17 @@ class Runner:
     def _note_what_cannot_run_again(self) -> None:
         """Passes under way whose weights the script has changed since end in an error."""
         for started in self._under_way:
-            if started.end is None and started.before is not None and started.before.is_gone:
+            if started.end is None and not self._is_known(started):
                 started.end = InputError(_CHANGED)
 
+    def _is_known(self, started: Started) -> bool:
+        """Whether a pass would find the parameters that it has found."""
+        return started.before is None or not started.before.is_gone(self._updates)
+
     def _end_of(self, started: Started) -> Outcome:
-        if isinstance(started.end, Outcome):
+        if isinstance(started.end, Exception):
+            raise started.end
+        if started.end is not None:
             return started.end
         return self.surviving(partial(self._finished, started))
 

@@ -411,6 +411,9 @@ class Running:
                 "one, from which penstock.resume goes on"
             )
             raise
+        except InputError as error:
+            self.workers.close()
+            raise InputError(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error
 
     @contextmanager
     def _ending(self, survivors: Any) -> Iterator[None]:

@@ -23,6 +23,7 @@ from penstock.storage.part import WHOLE, Note, Part, compact, names_of_save
 from penstock.workers.backend import Workers
 from penstock.workers.saving import SaveOrder
 
+_LOST = 5.0  # the same where a worker has ended; the others go on writing
 _STALLED = 600.0  # seconds in which no part grows; one that is large may wait for the disk
 _PAUSE = 0.01  # seconds between two looks
 
@@ -235,7 +236,8 @@ def _notes(parts: Sequence[Part], workers: Workers) -> list[Note]:
         if (now := _size_of(parts[0])) != size:
             size, grown = now, time.monotonic()
         is_there = os.path.isdir(parts[0].folder)
-        if not (alive and is_there) or time.monotonic() > grown + _STALLED:
+        patience = _STALLED if alive else _LOST
+        if not is_there or time.monotonic() > grown + patience:
             why = f"nothing was written for {_STALLED:.0f} s" if alive else "a worker has ended"
             why = why if is_there else "the folder was removed"
             raise CheckpointError(

@@ -17,7 +17,7 @@ from penstock.workers.optimizer_parts import Groups, Parts, move_state
 Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
 
-def _once(work: Callable[[], Any]) -> Any:
+def _once(work: Callable[[], Any], updates: bool = False) -> Any:
     return work()
 
 
@@ -40,7 +40,8 @@ class PipelineOptimizer(Optimizer):
         divide: makes the workers' parts of an optimizer from its class, groups and options.
         master_weights: whether to update half-precision parameters with float32 copies, see
             `penstock.training.masters`.
-        surviving: does some work, and again if other workers had to take over; once by default.
+        surviving: does some work, which `updates` parameters or not, and again if other workers had
+            to take over; once by default.
         options: arguments of `kind`.
 
     Raises:
@@ -53,7 +54,7 @@ class PipelineOptimizer(Optimizer):
         params: Iterable[Any],
         divide: Divide,
         master_weights: bool = False,
-        surviving: Callable[[Callable[[], Any]], Any] = _once,
+        surviving: Callable[..., Any] = _once,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):
@@ -106,7 +107,7 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._surviving(self._step)
+        self._surviving(self._step, updates=True)
         return loss
 
     def _step(self) -> None:

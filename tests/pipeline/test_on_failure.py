@@ -440,6 +440,93 @@ def test_what_the_script_does_while_batches_of_map_are_under_way(changes: str) -
             assert model.training == (changes == "modes")
 
 
+class _Picky(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 100:
+            raise ValueError("too large")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
+class Picky(nn.Module):
+    """Refuses large numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Picky.apply(x)
+        return result
+
+
+def surviving(model: nn.Module, x: torch.Tensor, **options: Any) -> ps.Pipeline:
+    given: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "workers": "processes"}
+    given |= {"on_failure": "replace", "num_microbatches": 2, "audit": None} | options
+    return ps.Pipeline(model, (x,), **given)
+
+
+def test_a_batch_of_map_that_fails_does_not_fail_the_training_between() -> None:
+    x = torch.randn(4, 6)
+    with surviving(nn.Sequential(Picky(), nn.Linear(6, 6), nn.Linear(6, 6)), x) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        results = pipe.map([x, x + 1000, x], ahead=3)
+        next(results)
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        optimizer.step()
+        with pytest.raises(ps.WorkerError, match="too large"):
+            next(results)
+
+
+def test_a_forward_is_not_run_again_with_other_weights() -> None:
+    x = torch.randn(4, 6)
+    with surviving(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), x) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        result = pipe(x)
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        optimizer.step()
+        send(0)(pipe)
+        pipe.eval_step(x, target=x, loss_fn=F.mse_loss)
+        assert pipe.members.number == 1
+        with pytest.raises(ps.InputError, match="parameters have changed since that batch began"):
+            result.sum().backward()
+
+
+def test_a_pass_that_is_refused_before_it_begins_is_not_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(order: Any) -> None:
+        raise ps.InputError("not now")
+
+    x = torch.randn(4, 6)
+    with surviving(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), x) as pipe:
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe._runner, "_before", refuse)
+            with pytest.raises(ps.InputError, match="not now"):
+                pipe(x)
+        assert not pipe._runner.is_busy
+
+
+def check_two_deaths_amid_map(**options: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Late(), nn.Linear(6, 6), nn.Linear(6, 6))
+    batches = [torch.randn(4, 6) for _ in range(3)]
+    with surviving(model, batches[0], **options) as pipe:
+        pipe.train_step(batches[0], target=batches[0], loss_fn=F.mse_loss)
+        wanted = list(pipe.map(batches))
+        results = pipe.map(batches, ahead=3)
+        found = [next(results)]
+        for number in (0, 1):
+            send(number)(pipe)
+            found.append(next(results))
+        assert all(map(torch.equal, found, wanted))
+        assert pipe.members.number == 2
+
+
+def test_two_deaths_while_batches_of_map_are_under_way() -> None:
+    check_two_deaths_amid_map()
+
+
 def test_a_worker_that_is_asked_to_end_does_so_between_two_steps(tmp_path: Path) -> None:
     processes: list[Any] = []
 

@@ -535,7 +535,8 @@ class Fetch:
     def __call__(self, own: ActorState) -> tuple[dict[int, torch.Tensor], dict[int, Any]]:
         """Give both, by number."""
         own.rank.in_thread(partial(self.news.apply, own))
-        values = {number: own.tensors[number].detach() for number in self.tensors}
+        replaced = own.replaced()
+        values = {n: replaced.get(n, own.tensors[n]).detach() for n in self.tensors}
         gradients = {number: own.tensors[number].grad for number in self.gradients}
         return values, gradients
 

@@ -437,7 +437,7 @@ class RayWorkers(Workers):
             parts.go_back(found.states)
         since, attributes = self._news(), self._following.news()
         self._model.go_back(found.values, found.gradients, since)
-        self._is_brought = True
+        self._is_brought = True  # but for what modules remember
         return self._left_by([without(attributes, memory) for memory in found.memories])
 
     def survivors(self) -> ActorSurvivors:

@@ -255,6 +255,12 @@ def test_copies_are_made_of_what_has_changed_and_of_nothing_else() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_two_deaths_while_batches_of_map_are_under_way() -> None:
+    processes.check_two_deaths_amid_map(workers=HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_weights_are_read_from_those_that_take_over() -> None:
     """Nobody has died; the workers were parted by an impatient Ctrl-C, say."""
 
