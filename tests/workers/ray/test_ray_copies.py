@@ -339,14 +339,20 @@ def test_what_the_script_has_done_since_a_copy_stays_done() -> None:
     driver = DriverModel(model)
     driver.deliveries([list(model.parameters())])
     weight, bias = model.weight, model.bias
-    assert not driver.has_told
+    driver.news(1)
+    assert not driver.has_news()
     with torch.no_grad():
         bias.fill_(3.0)
     weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
     driver.news(1)
-    assert driver.has_told
+    assert driver.has_news()
+    assert not driver.has_news()  # a copy has it now
+    driver.doubt()  # or has not: the work failed after which it is made
+    driver.news(1)
+    assert driver.has_news()
     driver.confirm()
-    assert not driver.has_told
+    driver.news(1)
+    assert not driver.has_news()
     driver.has_changed([weight])
     with torch.no_grad():
         weight.grad.zero_()
