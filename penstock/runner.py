@@ -140,12 +140,12 @@ class _Before(NamedTuple):
     updates: int
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-    def is_gone(self, updates: int) -> bool:
-        """Whether the script has changed a parameter since, or so many updates are others."""
+    def has_passed(self, updates: int) -> bool:
+        """Whether parameters are others now, after so many steps of optimizers."""
         changed = any(map(operator.ne, map(_version, self.parameters), self.versions))
         return changed or updates != self.updates
 
-    def seen(self) -> _Before:
+    def renewed(self) -> _Before:
         """The same, as those who have taken over have written into parameters."""
         return self._replace(versions=[_version(parameter) for parameter in self.parameters])
 
@@ -581,7 +581,7 @@ class Runner:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
             held = self._held[number]
-            if not self._is_known(held):
+            if not self._can_run_again(held):
                 raise InputError(_CHANGED)
             held.is_again = True
             order = held.order.changed(again=True, recorded=False)
@@ -641,11 +641,13 @@ class Runner:
             except WorkerDied as death:
                 deaths += 1
                 self._note_what_cannot_run_again()
-                known = [s for s in (*self._under_way, *self._held.values()) if self._is_known(s)]
+                those = [
+                    s for s in (*self._under_way, *self._held.values()) if self._can_run_again(s)
+                ]
                 self.recover(death, deaths)
-                for started in known:
+                for started in those:
                     if started.before is not None:
-                        started.before = started.before.seen()
+                        started.before = started.before.renewed()
 
     def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
@@ -682,12 +684,12 @@ class Runner:
     def _note_what_cannot_run_again(self) -> None:
         """Passes under way whose weights the script has changed since end in an error."""
         for started in self._under_way:
-            if started.end is None and not self._is_known(started):
+            if started.end is None and not self._can_run_again(started):
                 started.end = InputError(_CHANGED)
 
-    def _is_known(self, started: Started) -> bool:
-        """Whether a pass would find the parameters that it has found."""
-        return started.before is None or not started.before.is_gone(self._updates)
+    def _can_run_again(self, started: Started) -> bool:
+        """Whether a pass would find the parameters that it found when it began."""
+        return started.before is None or not started.before.has_passed(self._updates)
 
     def _end_of(self, started: Started) -> Outcome:
         if isinstance(started.end, Exception):

@@ -17,10 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -156,14 +153,10 @@ def held(name: str, way: str, frozen: bool = False) -> dict[str, int]:
         `live`, the bytes of tensors; `resident`, by how many bytes the process has grown; `calls`,
         if it is captured.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "penstock.bench", "capture_time"]
-    command += ["--only", name, "--hold", way, *(["--frozen"] if frozen else [])]
-    done = subprocess.run(
-        command, cwd=record.ROOT, env={**os.environ, **SETTINGS}, capture_output=True, text=True
+    given = ("--only", name, "--hold", way, *(["--frozen"] if frozen else []))
+    found: dict[str, int] = record.in_own_process(
+        "penstock.bench", "capture_time", *given, **SETTINGS
     )
-    if done.returncode:
-        raise RuntimeError(f"{name}, {way}, ended with {done.returncode}:\n{done.stderr}")
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -26,6 +27,7 @@ from penstock.devices.machine import processor
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs/data"
+_PATIENCE = 1200.0  # seconds
 
 
 def machine() -> dict[str, Any]:
@@ -49,6 +51,35 @@ def origin() -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": machine(),
     }
+
+
+def in_own_process(module: str, *arguments: str, **environment: str) -> Any:
+    """What a module prints as JSON in its last line, run without warnings in a new process.
+
+    Args:
+        module: its name.
+        *arguments: of its command line.
+        **environment: more environment variables.
+
+    Raises:
+        RuntimeError: it failed, or did not end within twenty minutes.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(command)} has not ended in {_PATIENCE:g} s") from error
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def commit() -> str:

@@ -12,10 +12,7 @@ next. Nothing was adjusted to these models.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -189,16 +186,9 @@ def measured(name: str) -> dict[str, Any]:
 def _in_a_process(name: str) -> dict[str, Any]:
     """The same in a process of its own, with an empty cache of profiles."""
     with tempfile.TemporaryDirectory() as cache:
-        ran = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "penstock.bench", "small", "--one", name],
-            env={**os.environ, "PENSTOCK_CACHE": cache},
-            capture_output=True,
-            text=True,
-            check=False,
+        found: dict[str, Any] = record.in_own_process(
+            "penstock.bench", "small", "--one", name, PENSTOCK_CACHE=cache
         )
-    if ran.returncode:
-        raise RuntimeError(f"{name}: {ran.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
 
 

@@ -11,11 +11,7 @@ measuring, planning, starting workers) and the first step are timed one by one.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,7 +24,6 @@ from penstock.display.progress import callback
 KINDS = ("threads", "processes")
 PLAIN = "plain PyTorch"
 UNTIL = "second step"  # the first of the parts that does not belong to a start
-PATIENCE = 600.0  # seconds for a script
 
 
 def started(name: str, workers: str, profiles: str) -> dict[str, float]:
@@ -42,20 +37,9 @@ def started(name: str, workers: str, profiles: str) -> dict[str, float]:
     Raises:
         RuntimeError: the script failed.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "penstock.bench.first_step", name, workers]
-    environment = {**os.environ, "PENSTOCK_CACHE": profiles}
-    done = subprocess.run(
-        command,
-        cwd=record.ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
+    found: dict[str, float] = record.in_own_process(
+        "penstock.bench.first_step", name, workers, PENSTOCK_CACHE=profiles
     )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

@@ -23,8 +23,8 @@ from penstock.storage.part import WHOLE, Note, Part, compact, names_of_save
 from penstock.workers.backend import Workers
 from penstock.workers.saving import SaveOrder
 
-_LOST = 5.0  # the same where a worker has ended; the others go on writing
 _STALLED = 600.0  # seconds in which no part grows; one that is large may wait for the disk
+_LOST = 5.0  # the same if a worker has ended; those that are left go on writing
 _PAUSE = 0.01  # seconds between two looks
 
 

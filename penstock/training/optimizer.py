@@ -17,7 +17,8 @@ from penstock.workers.optimizer_parts import Groups, Parts, move_state
 Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
 
-def _once(work: Callable[[], Any], updates: bool = False) -> Any:
+def once(work: Callable[[], Any], updates: bool = False) -> Any:
+    """Do some work, and nothing if workers die."""
     return work()
 
 
@@ -54,7 +55,7 @@ class PipelineOptimizer(Optimizer):
         params: Iterable[Any],
         divide: Divide,
         master_weights: bool = False,
-        surviving: Callable[..., Any] = _once,
+        surviving: Callable[..., Any] = once,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):

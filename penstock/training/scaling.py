@@ -10,14 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
+from penstock.training.optimizer import once
 from penstock.workers.backend import Workers
 
 Found = dict[torch.device, torch.Tensor]
 """For every device a scalar that is more than 0 if there is a gradient with an inf or a nan."""
-
-
-def _once(work: Callable[[], Any]) -> Any:
-    return work()
 
 
 class PipelineScaler(torch.amp.GradScaler):
@@ -42,7 +39,7 @@ class PipelineScaler(torch.amp.GradScaler):
         self,
         device: torch.device,
         workers: Workers,
-        surviving: Callable[[Callable[[], Any]], Any] = _once,
+        surviving: Callable[[Callable[[], Any]], Any] = once,
         **options: Any,
     ) -> None:
         self._surviving = surviving

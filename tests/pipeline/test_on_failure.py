@@ -244,23 +244,25 @@ def test_a_replica_goes_on_alone(tmp_path: Path) -> None:
     assert (len(pipe.members), pipe.plan.replicas) == (1, 1)
 
 
+def lose(pipe: ps.Pipeline) -> None:
+    """Let a worker end between the next call and its backward."""
+    run = pipe._runner.run
+
+    def once(order: Any) -> Any:
+        if order.what == "backward":
+            pipe._runner.run = run  # type: ignore[method-assign]
+            send(1)(pipe)
+            pipe.model.eval()  # which the forward was not
+        try:
+            return run(order)
+        finally:
+            pipe.model.train()
+
+    pipe._runner.run = once  # type: ignore[method-assign]
+
+
 def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -> None:
     """A worker ends between a call and its backward, and in the backward."""
-
-    def lose(pipe: ps.Pipeline) -> None:
-        run = pipe._runner.run
-
-        def once(order: Any) -> Any:
-            if order.what == "backward":
-                pipe._runner.run = run  # type: ignore[method-assign]
-                send(1)(pipe)
-                pipe.model.eval()  # which the forward was not
-            try:
-                return run(order)
-            finally:
-                pipe.model.train()
-
-        pipe._runner.run = once  # type: ignore[method-assign]
 
     events = {1: lose, 3: set_trap("backward"), 4: set_trap("forward")}
     pipe = check(tmp_path, events, style="plain", on_failure="replace")
@@ -391,29 +393,44 @@ def test_batches_of_map_that_were_under_way_as_weights_changed(tmp_path: Path) -
     check_training_amid_map(tmp_path)
 
 
-class _Late(torch.autograd.Function):
+class _Looking(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.2)
+    def forward(ctx: Any, x: torch.Tensor, look: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        look(x)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0]
+        return gradients[0], None
 
 
-class Late(nn.Module):
-    """Takes its time."""
+class Looking(nn.Module):
+    """Calls a function with its input, also when its calls are replayed."""
+
+    def __init__(self, look: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.look = look
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Late.apply(x)
+        result: torch.Tensor = _Looking.apply(x, self.look)
         return result
+
+
+def take_time(x: torch.Tensor) -> None:
+    time.sleep(0.2)
+
+
+def refuse_large(x: torch.Tensor) -> None:
+    if x.max() > 100:
+        raise ValueError("too large")
 
 
 @pytest.mark.parametrize("changes", ["nothing", "modes", "weights"])
 def test_what_the_script_does_while_batches_of_map_are_under_way(changes: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Late(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(0.5)).eval()
+    model = nn.Sequential(
+        Looking(take_time), nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(0.5)
+    ).eval()
     batches = [torch.randn(4, 6) for _ in range(3)]
     with torch.no_grad():
         wanted = run_with_threads(
@@ -440,26 +457,6 @@ def test_what_the_script_does_while_batches_of_map_are_under_way(changes: str) -
             assert model.training == (changes == "modes")
 
 
-class _Picky(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        if x.max() > 100:
-            raise ValueError("too large")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0]
-
-
-class Picky(nn.Module):
-    """Refuses large numbers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Picky.apply(x)
-        return result
-
-
 def surviving(model: nn.Module, x: torch.Tensor, **options: Any) -> ps.Pipeline:
     given: dict[str, Any] = {"devices": ["cpu"] * 2, "replicas": 1, "workers": "processes"}
     given |= {"on_failure": "replace", "num_microbatches": 2, "audit": None} | options
@@ -468,7 +465,9 @@ def surviving(model: nn.Module, x: torch.Tensor, **options: Any) -> ps.Pipeline:
 
 def test_a_batch_of_map_that_fails_does_not_fail_the_training_between() -> None:
     x = torch.randn(4, 6)
-    with surviving(nn.Sequential(Picky(), nn.Linear(6, 6), nn.Linear(6, 6)), x) as pipe:
+    with surviving(
+        nn.Sequential(Looking(refuse_large), nn.Linear(6, 6), nn.Linear(6, 6)), x
+    ) as pipe:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
         results = pipe.map([x, x + 1000, x], ahead=3)
         next(results)
@@ -509,7 +508,7 @@ def test_a_pass_that_is_refused_before_it_begins_is_not_under_way(
 
 def check_two_deaths_amid_map(**options: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Late(), nn.Linear(6, 6), nn.Linear(6, 6))
+    model = nn.Sequential(Looking(take_time), nn.Linear(6, 6), nn.Linear(6, 6))
     batches = [torch.randn(4, 6) for _ in range(3)]
     with surviving(model, batches[0], **options) as pipe:
         pipe.train_step(batches[0], target=batches[0], loss_fn=F.mse_loss)

@@ -3,7 +3,8 @@
 A copy has everything of one moment: parameters, buffers and gradients of the worker's stages, its
 parts of optimizers, what forwards have left in its modules. What has changed is copied when a piece
 of work has been done, and sent to the buddy before the work counts as done. Replicas have the same
-parameters, buffers and gradients, so that there only parts of optimizers are sent.
+parameters, buffers and gradients, so that there only parts of optimizers and what forwards have
+left are sent.
 
 An actor keeps its own copies as well, as all workers go back to the same moment. There may be two
 of them: the last one that every worker has, and the one that is being sent.

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -628,24 +628,19 @@ class RayWorkers(Workers):
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
         """The state dict of the model, which is brought up to date; or of a copy that is here."""
         if of is model and self._can_be_asked:
-            self._fetch()
+            self._fetch(self._model.stale)
         return of.state_dict()
 
     def refresh(self, model: nn.Module) -> None:
         """Have the weights of the workers in the script's model, if it has older ones."""
         if self._model.stale and self._can_be_asked:
-            self._fetch()
+            self._fetch(self._model.stale)
 
     def bring_values(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have what these tensors hold here, where the actors have changed it."""
         wanted = self._model.stale.intersection(self._model.numbers(tensors))
-        if not wanted:
-            return
-        stale_at = self._model.stale_at
-        for values, _ in self._fetched(
-            lambda place: [n for n in stale_at(place) if n in wanted], lambda place: []
-        ):
-            self._model.have(values)
+        if wanted:
+            self._fetch(wanted)
 
     @contextmanager
     def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
@@ -662,9 +657,13 @@ class RayWorkers(Workers):
         """Whether the actors, or those that take over for them, have newer values."""
         return self._pool.why_closed is None or self._pool.can_go_on
 
-    def _fetch(self) -> None:
-        """Have the values that the workers have changed."""
-        for values, _ in self._fetched(self._model.stale_at, lambda place: []):
+    def _fetch(self, wanted: Collection[int]) -> None:
+        """Have the values that the workers have changed, of tensors with these numbers."""
+
+        def stale(place: int) -> list[int]:
+            return [number for number in self._model.stale_at(place) if number in wanted]
+
+        for values, _ in self._fetched(stale, lambda place: []):
             self._model.have(values)
 
     def _fetched(

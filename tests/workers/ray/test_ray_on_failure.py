@@ -31,6 +31,7 @@ from tests.pipeline.test_on_failure import (
     Y,
     both,
     built,
+    lose,
     send,
     set_trap,
 )
@@ -142,21 +143,6 @@ def test_a_replica_goes_on_alone(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -> None:
     """An actor dies between a call and its backward, in the backward, and in the forward."""
-
-    def lose(pipe: ps.Pipeline) -> None:
-        run = pipe._runner.run
-
-        def once(order: Any) -> Any:
-            if order.what == "backward":
-                pipe._runner.run = run  # type: ignore[method-assign]
-                send(1)(pipe)
-                pipe.model.eval()  # which the forward was not
-            try:
-                return run(order)
-            finally:
-                pipe.model.train()
-
-        pipe._runner.run = once  # type: ignore[method-assign]
 
     events = {1: lose, 3: set_trap("backward"), 4: set_trap("forward")}
     pipe = check(tmp_path, events, style="plain", on_failure="replace")
