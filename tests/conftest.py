@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import shares, tail
 from tests.support.boards import boards
 from tests.support.pool import pooled
+from tests.support.threads import new_threads
 from tests.workers.ranks.launching import Launcher
 
 with warnings.catch_warnings():
@@ -24,7 +25,7 @@ with warnings.catch_warnings():
 
     tolerate_missing_torchvision_operators()
 
-__all__ = ["boards"]  # a fixture
+__all__ = ["boards", "new_threads"]  # fixtures
 _TO_END = 60.0  # seconds that a test has when its time is over
 
 # A machine that does something else as well is no mistake.

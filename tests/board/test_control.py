@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from penstock.board import control
 from penstock.board.control import Control, ask
+from tests.support.threads import NewThreads
 
 
 @pytest.fixture
@@ -55,10 +55,9 @@ def test_strangers_do_not_stop_it(path: Path, monkeypatch: pytest.MonkeyPatch) -
     slow.close()
 
 
-def test_it_ends(path: Path) -> None:
-    before = set(threading.enumerate())
+def test_it_ends(new_threads: NewThreads, path: Path) -> None:
     found = Control(path, {})
-    (thread,) = set(threading.enumerate()) - before
+    (thread,) = new_threads()
     found.close()
     found.close()
     thread.join(5)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.board.metrics import address
 from penstock.board.server import read_all
+from tests.support.threads import NewThreads
 
 
 def pipeline(**options: object) -> ps.Pipeline:
@@ -178,12 +178,12 @@ def test_what_is_answered(said: bytes, status: bytes) -> None:
         assert scraped(pipe.metrics)["penstock_worker_up", "0"] == 1
 
 
-def test_idle_connections_cost_no_threads_and_stop_nothing() -> None:
+def test_idle_connections_cost_no_threads_and_stop_nothing(new_threads: NewThreads) -> None:
     """Three times as many as are kept, and they stay."""
     with pipeline(metrics=0) as pipe, contextlib.ExitStack() as stack:
-        threads = set(threading.enumerate())
+        threads = set(new_threads())
         where = urlsplit(pipe.metrics)
         for _ in range(200):
             stack.enter_context(socket.create_connection((where.hostname, where.port), 20))
         assert scraped(pipe.metrics)["penstock_worker_up", "0"] == 1
-        assert set(threading.enumerate()) == threads
+        assert set(new_threads()) == threads

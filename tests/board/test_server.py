@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 
 from penstock.board import process, server
 from penstock.board.server import Server, read_all
+from tests.support.threads import NewThreads
 
 
 def line(said: bytes) -> str | None:
@@ -164,13 +164,12 @@ def test_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     serving.server.close()
 
 
-def test_a_closed_one_leaves_nothing() -> None:
-    before = set(threading.enumerate())
+def test_a_closed_one_leaves_nothing(new_threads: NewThreads) -> None:
     serving = Serving(socket.create_server(("127.0.0.1", 0)))
     with connected(serving) as sock:
         serving.server.close()
         serving.server.close()
-        assert set(threading.enumerate()) == before
+        assert new_threads() == []
         with contextlib.suppress(ConnectionError):
             assert read_all(sock, time.monotonic() + 20, 1) == b""
     with pytest.raises(ConnectionRefusedError):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from tests.support.threads import NewThreads
 from tests.support.traps import Trap, divide
 
 
@@ -248,28 +249,24 @@ def test_an_interrupt_as_a_worker_reports(
     assert_clean(pipe, before)
 
 
-def workers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("penstock-")]
-
-
-def test_closing_leaves_no_thread(pipe: ps.Pipeline) -> None:
-    assert len(workers()) == 4  # with that which answers `penstock top`
+def test_closing_leaves_no_thread(new_threads: NewThreads, pipe: ps.Pipeline) -> None:
+    assert len(new_threads()) == 4  # with that which answers `penstock top`
     pipe.close()
     pipe.close()
-    assert workers() == []
+    assert new_threads() == []
     with pytest.raises(ps.ClosedError, match=r"close\(\) was called"):
         step(pipe)
     with pytest.raises(ps.ClosedError):
         pipe(X)
 
 
-def test_a_forgotten_pipeline_leaves_no_thread() -> None:
+def test_a_forgotten_pipeline_leaves_no_thread(new_threads: NewThreads) -> None:
     pipe = ps.Pipeline(build(), (X,), devices=["cpu"] * 2, num_microbatches=2, replicas=1)
     step(pipe)
-    assert len(workers()) == 3
+    assert len(new_threads()) == 3
     del pipe
     gc.collect()
     deadline = time.monotonic() + 60
-    while workers() and time.monotonic() < deadline:
+    while new_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert workers() == []
+    assert new_threads() == []

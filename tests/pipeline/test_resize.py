@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
 import urllib.request
@@ -24,6 +25,7 @@ from penstock.observe.charts import history_chart
 from penstock.observe.findings import Findings
 from penstock.plan.plan import Plan
 from penstock.planning import planner
+from penstock.planning.pass_overhead import pass_overhead
 from penstock.training.scaling import PipelineScaler
 from penstock.workers.backend import Role
 from penstock.workers.processes.backend import ProcessBackend
@@ -296,7 +298,9 @@ def test_ranks_are_refused_with_what_works() -> None:
 
 
 def fail_to_start(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
-    """So many workers do not start any more."""
+    """So many workers do not start any more; what the planner measures with them is known."""
+    for number in numbers:
+        pass_overhead(number)
     for backend in (ThreadBackend, ProcessBackend):
         original: Callable[..., Any] = backend.start
 
@@ -321,6 +325,7 @@ def test_the_old_workers_go_on_if_others_cannot_start(
 ) -> None:
     run = Run(replicas=1, workers=workers)
     run.steps(2)
+    gc.collect()  # pipelines that other tests have left
     plan, before = run.pipe.plan, len(children())
     fail_to_start(monkeypatch, {3})
     with pytest.raises(OSError, match="no more workers") as caught:

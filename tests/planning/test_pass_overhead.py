@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import msgspec
@@ -16,19 +15,22 @@ from penstock.planning import planner
 from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from tests.plan.test_replicated import profile
 from tests.support.models import mlp
+from tests.support.threads import NewThreads
 
 X = torch.randn(8, 8)
 
 
 @pytest.mark.parametrize("overhead", [pass_overhead, flow_overhead])
-def test_it_is_measured_once_and_leaves_nothing_behind(overhead: Any) -> None:
+def test_it_is_measured_once_and_leaves_nothing_behind(
+    new_threads: NewThreads, overhead: Any
+) -> None:
     overhead.cache_clear()
-    state, threads = torch.random.get_rng_state(), threading.active_count()
+    state = torch.random.get_rng_state()
     first = overhead(2)
     assert first > 0
     assert overhead(2) == first
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert threading.active_count() == threads
+    assert new_threads() == []
 
 
 def test_whatever_the_defaults_of_the_script_are() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -14,21 +12,18 @@ from penstock.workers import probe
 from penstock.workers.probe import LinkProbe, measure_links, with_links
 from penstock.workers.threads.backend import ThreadProbe
 from tests.profile.test_data import device, profile
+from tests.support.threads import NewThreads
 
 CPU = torch.device("cpu")
 OTHER = torch.device("cpu", 0)
 
 
-def workers() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("penstock")]
-
-
-def test_on_one_device_only_the_latency_counts() -> None:
+def test_on_one_device_only_the_latency_counts(new_threads: NewThreads) -> None:
     links = measure_links([CPU, CPU, CPU], ThreadProbe())
     assert links.keys() == {"cpu>cpu"}
     assert links["cpu>cpu"].latency_seconds > 0
     assert links["cpu>cpu"].bytes_per_second == 0
-    assert workers() == []
+    assert new_threads() == []
 
 
 def test_every_pair_of_kinds_that_are_neighbours_in_both_directions() -> None:
@@ -52,9 +47,9 @@ def test_each_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["cpu>cpu:0", "cpu:0>cpu:0"]
 
 
-def test_overhead() -> None:
+def test_overhead(new_threads: NewThreads) -> None:
     assert ThreadProbe().overhead(CPU, CPU) > 0
-    assert workers() == []
+    assert new_threads() == []
 
 
 def test_adding_is_what_gradients_take_that_are_added_later(
@@ -86,11 +81,13 @@ def test_a_profile_with_both() -> None:
     assert (alone.overhead_seconds, alone.adding_seconds) == (0.0, 0.0)
 
 
-def test_a_failure_is_raised_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_raised_and_leaves_nothing_running(
+    new_threads: NewThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise ArithmeticError("no answer")
 
     monkeypatch.setattr(LocalLink, "send_gradients", fail)
     with pytest.raises(ArithmeticError, match="no answer"):
         measure_links([CPU, CPU], ThreadProbe())
-    assert workers() == []
+    assert new_threads() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -20,6 +21,7 @@ from penstock.workers.ranks.thread import RankThread
 
 def test_no_file_descriptor_is_left() -> None:
     record = Board(1).records[0]
+    gc.collect()  # what other tests have left
     before = set(os.listdir("/proc/self/fd"))
     thread = RankThread(torch.device("cpu"), 1, lambda: None, record)
     assert thread.run([lambda: 7]) == [7]

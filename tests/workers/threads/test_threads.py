@@ -13,6 +13,7 @@ import torch
 from penstock.errors import ClosedError, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.workers.threads.pool import ThreadPool
+from tests.support.threads import NewThreads
 
 
 class Team:
@@ -132,10 +133,11 @@ def test_what_a_job_holds_is_let_go_before_the_caller_hears(team: Team) -> None:
         assert Big.alive == 0
 
 
-def test_closing_twice_and_running_after_it(team: Team) -> None:
+def test_closing_twice_and_running_after_it(new_threads: NewThreads, team: Team) -> None:
+    assert len(new_threads()) == 3
     team.workers.close("I said so")
     team.workers.close("again")
     team.workers.join(5)
-    assert not any(t.name.startswith("penstock-") for t in threading.enumerate())
+    assert new_threads() == []
     with pytest.raises(ClosedError, match="the pipeline is closed: I said so"):
         team.workers.run([returning(1)] * 3)
