@@ -42,7 +42,8 @@ def train(model_name: str, workers: Kind | None) -> dict[str, float]:
         model, (x, y) = subject.build().train(), subject.data()
     optimizer: Any
     if not workers:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with part("optimizer"):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -53,6 +54,7 @@ def train(model_name: str, workers: Kind | None) -> dict[str, float]:
             from penstock.pipeline import Pipeline
         with part("pipeline"):
             pipe = Pipeline(model, (x,), workers=workers)
+        with part("optimizer"):
             optimizer = pipe.optimizer(torch.optim.SGD, lr=1e-3)
 
         def step() -> None:

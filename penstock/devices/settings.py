@@ -41,14 +41,10 @@ class Settings(NamedTuple):
     @classmethod
     def here(cls, kind: Kind | None = None) -> Settings:
         """Those of this process, and of a kind of device."""
-        deterministic = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
         return cls(
             torch.get_default_dtype(),
             (_precision(), *(backend.fp32_precision for backend in _BACKENDS)),
-            deterministic,
+            _deterministic(),
             bool(torch.backends.mkldnn.enabled),
             *((kind.type, kind.settings()) if kind else ()),
         )
@@ -61,7 +57,9 @@ class Settings(NamedTuple):
             torch.set_float32_matmul_precision(general)
         for backend, precision in zip(_BACKENDS, others, strict=True):
             backend.fp32_precision = precision
-        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        if self.deterministic != _deterministic():  # to set it imports much of torch
+            enabled, warns = self.deterministic
+            torch.use_deterministic_algorithms(enabled, warn_only=warns)
         torch.backends.mkldnn.set_flags(self.mkldnn)
         kind_of(self.kind).set_settings(self.of_kind)
 
@@ -71,6 +69,14 @@ def with_autograd() -> Iterator[None]:
     """While open, autograd works as outside of `torch.no_grad()` and `torch.inference_mode()`."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def _deterministic() -> tuple[bool, bool]:
+    """Whether only deterministic algorithms are used, and whether others warn."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def _precision() -> str:

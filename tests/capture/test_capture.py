@@ -250,6 +250,38 @@ def test_stages_can_be_read_and_pickled() -> None:
     assert torch.equal(again({"B": 3}, None, x)[0], stage.module({"B": 3}, None, x)[0])
 
 
+class Nested(nn.Module):
+    """Reads a weight of a part that it also calls, and calls one part below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ModuleDict({"0": nn.Linear(4, 4), "deep": nn.Sequential(nn.Linear(4, 4))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.own["0"](x) * self.own["0"].weight.sum()
+        return self.own["deep"][0](x)
+
+
+def test_stages_find_modules_without_looking_for_them() -> None:
+    """What they call is in the instances' own dictionaries, but for those of the user's modules."""
+    model, x = Nested(), torch.randn(3, 4)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    stage = ps.capture(model, (x,)).stages((), training=True)[0].module
+    original, found = nn.Module.__getattr__, []
+
+    def noted(module: nn.Module, name: str) -> Any:
+        found.append((type(module), name))
+        return original(module, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "__getattr__", noted)
+        (result,) = stage({"B": 3}, None, x)
+    assert torch.equal(result, model(x))
+    assert {name for kind, name in found} <= {"weight", "bias"}
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+
+
 class Guarded(nn.Module):
     """Random calls, calls without gradients and under autocast, properties and methods."""
 

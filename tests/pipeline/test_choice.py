@@ -15,6 +15,8 @@ import penstock as ps
 from penstock.bench.uniform import uniform_plan
 from penstock.comparison.reference import run_with_threads
 from penstock.planning import planner
+from penstock.workers.processes import backend
+from penstock.workers.processes.pool import ProcessPool, _Process
 from tests.support.models import Remembers
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -84,6 +86,30 @@ def test_one_device_of_several(
         plan = pipe.plan
     with pytest.raises(ps.PlanError, match="1 device"):  # a given plan has to fit
         ps.Pipeline(model(), (X,), devices=["cpu", "cpu"], plan=plan)
+
+
+def test_workers_that_have_measured_links_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan needs fewer, none is started anew."""
+    monkeypatch.setattr(
+        planner, "plan_for", lambda program, *args, **options: uniform_plan(program, 1, 3)
+    )
+    monkeypatch.setattr(backend, "ProcessPool", ProcessPool)  # not from the pool of the tests
+    started: list[_Process] = []
+    begin = _Process.__init__
+
+    def counted(process: _Process, *args: Any) -> None:
+        begin(process, *args)
+        started.append(process)
+
+    monkeypatch.setattr(_Process, "__init__", counted)
+    made = model()
+    before = copy.deepcopy(made)
+    with ps.Pipeline(made, (X,), workers="processes") as pipe:
+        assert len(started) == min(2, len(os.sched_getaffinity(0)))
+        assert started[0].popen.poll() is None
+        assert [process.has_ended() for process in started[1:]] == [True] * len(started[1:])
+        assert_exact(pipe, before)
+    assert started[0].has_ended()
 
 
 def test_a_model_that_remembers_has_one_replica() -> None:

@@ -111,13 +111,12 @@ class ProcessBackend(DrivenBackend):
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
         """Move the model to memory that they share, and send them their stages.
 
-        If the plan has chosen how many workers there are, so many are started instead of those that
-        links were measured with.
+        If the plan has chosen how many workers there are, those that links were measured with are
+        among them, as far as they are needed.
         """
         check_separate(model)
         if len(self._pool) != len(plan.devices):
-            self._pool.close()
-            self._pool = self._pool_of(len(plan.devices))
+            self._pool = self._pool_of(len(plan.devices), self._pool.survivors())
         self._enter()
         devices = self.in_order(plan)
         kinds = [kind_of(device) for device in with_streams(devices)]
