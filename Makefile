@@ -65,10 +65,10 @@ resume: $(READY)
 	$(BIN)/python -m tests.resume --runs 50 --output docs/resume.md
 
 elastic: $(READY)
-	$(BIN)/python -W ignore -m tests.elastic --output docs/elastic-runs.md
+	$(BIN)/python -W ignore -m tests.elastic --output out/elastic.md
 
 fuzz: $(READY)
-	$(BIN)/python -m tests.fuzz --messages 10000 --output docs/fuzz.md
+	$(BIN)/python -m tests.fuzz --messages 10000 --output out/fuzz.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -104,10 +104,10 @@ class Passage:
                 "backward ran a second time through the same pipeline call, whose activations "
                 "are gone; call the pipeline again (retain_graph=True has no effect on it)"
             )
-        order, self._order = self._order, None
-        back = order.back(dict(enumerate(self.gradients)), ambient(), wanted)
+        back = self._order.back(dict(enumerate(self.gradients)), ambient(), wanted)
         steps = self._runner.steps
-        with steps.failing():
+        with self._runner.reserved(back), steps.failing():
+            self._order = None  # unless it was refused
             gradients = self._runner.run(back).gradients
             steps.call_hooks(self.loss)
         return gradients

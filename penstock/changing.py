@@ -21,7 +21,7 @@ from penstock.devices.choice import Devices
 from penstock.engine.batchnorm import BatchNormMode
 from penstock.engine.compiled import Compile
 from penstock.engine.microbatch import Merge
-from penstock.errors import InputError, PlanError, closed
+from penstock.errors import BY_USER, InputError, PlanError, closed
 from penstock.plan import Plan
 from penstock.plan.decisions import StagePlan
 from penstock.plan.request import Request
@@ -32,7 +32,7 @@ from penstock.runner import Runner
 from penstock.weights import Weights
 from penstock.workers.backend import Workers
 from penstock.workers.kinds import WorkerOptions
-from penstock.workers.memories import Left
+from penstock.workers.memories import SideEffects
 from penstock.workers.optimizer_parts import Groups, Parts
 
 Planning = Callable[[Replanning], Plan | None]
@@ -79,15 +79,15 @@ class Given:
         return self.on([str(device) for device in now.devices], now, threads)
 
 
-def completed(request: Request, plan: Plan) -> Request:
-    """What was asked for, with what only a given plan says: the next plan has to be like it.
+def with_choices_of(plan: Plan, request: Request) -> Request:
+    """What was asked for, with what the plan says besides: the next plan has to be like it.
 
     Bits depend on the dtype in which values cross from stage to stage, and under autocast on what
     is recomputed; what workers may hold depends on the limit, and on what is recomputed.
 
     Args:
+        plan: in use, whether it was given or made.
         request: what was asked of `Pipeline` besides the plan.
-        plan: that was given.
     """
     recomputed = request.recompute
     if recomputed == "auto" and all(_is_recomputed(stage) for stage in plan.stages):
@@ -110,7 +110,7 @@ def _is_recomputed(stage: StagePlan) -> bool:
     return sum(end - first for first, end in stage.recompute) == stage.calls[1] - stage.calls[0]
 
 
-def with_one_replica(request: Request, plan: Plan, left: Left) -> tuple[Request, str]:
+def with_one_replica(request: Request, plan: Plan, left: SideEffects) -> tuple[Request, str]:
     """What is asked of the next plan, and a sentence if that has to have one replica as well.
 
     Args:
@@ -180,7 +180,7 @@ def check_can_change(what: str, runner: Runner, instead: str) -> None:
             f"{instead}"
         )
     if not runner.workers.board.close.alive:
-        raise closed("close() was called")
+        raise closed(BY_USER)
 
 
 class Fallbacks:
@@ -265,8 +265,14 @@ def _requested(plan: Plan, request: Request) -> str:
     """What the new plan had to be like, in words."""
     free = Request()
     names = (
-        *("schedule", "cuts", "recompute", "memory_limit", "boundary_dtype"),
-        *("stages_per_worker", "replicas", "inference"),
+        "schedule",
+        "cuts",
+        "recompute",
+        "memory_limit",
+        "boundary_dtype",
+        "stages_per_worker",
+        "replicas",
+        "inference",
     )
     asked = {name: getattr(request, name) for name in names}
     said = [f"{name}={value!r}" for name, value in asked.items() if value != getattr(free, name)]

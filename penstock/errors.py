@@ -142,6 +142,7 @@ _IN_ACTORS = (
     "pipeline and restore a checkpoint"
 )
 TORN = "some have done their part, and others not: load a checkpoint"
+BY_USER = "close() was called"
 IN_A_FORK = "this process is a fork of the process that has built it; only that one can use it"
 
 
@@ -153,7 +154,7 @@ def closed(why: str, in_ranks: bool = False, in_actors: bool = False) -> ClosedE
         in_ranks: whether its workers are ranks, each with its own model.
         in_actors: whether they are in a Ray cluster, and had the weights.
     """
-    if in_actors and why != "close() was called":
+    if in_actors and why != BY_USER:
         return ClosedError(f"the pipeline is closed: {why}{_IN_ACTORS}")
     if why == IN_A_FORK or TORN in why:
         return ClosedError(f"the pipeline is closed: {why}")

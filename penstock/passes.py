@@ -20,13 +20,14 @@ from penstock.capture.calls import ambient
 from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, ByHand, Whole, arguments
-from penstock.engine.ends import Apart, Loss, without_history
+from penstock.engine.ends import Loss, UnavailableParameters, without_history
 from penstock.engine.hooks import Opened
 from penstock.engine.microbatch import Merge, merge
 from penstock.engine.objective import Mixing, Objective
-from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.engine.span import MicroBatch
-from penstock.engine.user_functions import Left, check_reads
+from penstock.engine.state import Backup
+from penstock.engine.user_functions import LeftAttributes, check_reads
 from penstock.engine.whole_batch import WholeBatch, WholeObjective, stand_in
 from penstock.errors import InputError, PenstockError
 from penstock.plan import Plan
@@ -34,8 +35,12 @@ from penstock.runner import Runner, Started
 from penstock.units import show_bytes
 from penstock.workers.ways import Ways
 
+_LOSSES = 64  # whose functions are kept
 
-def _left_elsewhere(names: Collection[str], program: Program, plan: Plan, calls_loss: bool) -> Left:
+
+def _left_elsewhere(
+    names: Collection[str], program: Program, plan: Plan, calls_loss: bool
+) -> LeftAttributes:
     """What a forward leaves in attributes and the loss cannot read.
 
     It can where the module runs right before it, in the last stage of the only replica, and is not
@@ -52,7 +57,7 @@ def _left_elsewhere(names: Collection[str], program: Program, plan: Plan, calls_
     calls = program.train.calls[start:end] if is_near else ()
     near = {call.target for call in calls if isinstance(call.target, str)}
     places = sorted({owner_of(program.model, name) for name in names})
-    return Left(program.model, [p for p in places if near.isdisjoint(with_owners(p[0]))])
+    return LeftAttributes(program.model, [p for p in places if near.isdisjoint(with_owners(p[0]))])
 
 
 class StepResult(NamedTuple):
@@ -82,9 +87,6 @@ class Passes:
         auditor: runs a micro-batch of some passes by the model itself as well.
         program: the captured program.
         merge: how the results of micro-batches become that of the batch, see `Pipeline`.
-
-    Attributes:
-        num_microbatches: into how many a batch is split.
     """
 
     def __init__(self, runner: Runner, auditor: Auditor, program: Program, merge: Merge) -> None:
@@ -92,10 +94,10 @@ class Passes:
         self._auditor = auditor
         self._program = program
         self._model = program.model
-        self.num_microbatches = runner.plan.num_microbatches
         self._merge = merge
         self._mixing = Mixing()
         self._opened = Opened(program)
+        self._losses: dict[tuple[Any, ...], Any] = {}  # by identity, the latest last
         self.begin()
 
     def begin(self) -> None:
@@ -107,7 +109,7 @@ class Passes:
         # A loss of the whole batch is called when the forwards of all micro-batches are done.
         self._left_by_all = _left_elsewhere(program.left, program, plan, calls_loss=False)
         self._reads_no_buffers: set[tuple[Any, ...]] = set()  # identities of losses
-        apart = Apart(program.model, workers.ownership.apart, plan.splits_backward)
+        apart = UnavailableParameters(program.model, workers.ownership.apart, plan.splits_backward)
         self._apart = apart if calls_loss else None
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -130,7 +132,7 @@ class Passes:
             batch = self._batch(inputs, trains)
             order = self._order("forward" if graph else "infer", batch)
             result = self._result_of(order, self._merge, graph)
-            with self._runner.held(order), self._auditor.around(order, batch):
+            with self._runner.reserved(order), self._auditor.around(order, batch):
                 outcome = self._runner.run(order)
         if not graph:
             return _Called(result(outcome.parts), order, None)
@@ -148,8 +150,7 @@ class Passes:
             InputError: `ahead` is less than 1.
         """
         plan = self._runner.plan
-        enough = 1 + -(-len(plan.stages) * plan.replicas // self.num_microbatches)
-        most = enough if ahead is None else ahead
+        most = plan.batches_under_way if ahead is None else ahead
         if most < 1:
             raise InputError(f"ahead={ahead} must be at least 1")
         return self._results(batches, most)
@@ -162,7 +163,7 @@ class Passes:
         Where they draw from the generators of this process, none is under way while the script
         runs: it would draw from a generator that is seeded for a call, and that call from its own.
         """
-        started: deque[_Started] = deque()
+        started: deque[_MapBatch] = deque()
         with self._runner.given_up():
             try:
                 for inputs in batches:
@@ -174,25 +175,24 @@ class Passes:
                 while started:
                     yield self._result(started.popleft())
             finally:  # whoever left the loop wants none of these
-                for ticket, _ in started:
+                for batch in started:
                     with suppress(PenstockError):  # if one failed, it has said so
-                        self._runner.finish(ticket)
+                        self._runner.finish(batch.started)
 
-    def _start(self, inputs: Any) -> _Started:
+    def _start(self, inputs: Any) -> _MapBatch:
         """Start a batch of `map`, which is not waited for."""
         with self._operation("a batch of map"), torch.no_grad():
             check_untransformed(inputs, self._model.parameters())
             order = self._order("infer", self._batch(Whole(*arguments(inputs)), trains=False))
             result = self._result_of(order, self._merge)
-            return self._runner.start(order), result
+            return _MapBatch(self._runner.start(order), result)
 
-    def _result(self, started: _Started) -> Any:
+    def _result(self, batch: _MapBatch) -> Any:
         """Wait for a batch of `map`, and put its result together."""
-        ticket, result = started
         with self._runner.steps.failing():
-            return result(self._runner.finish(ticket).parts)
+            return batch.result(self._runner.finish(batch.started).parts)
 
-    def step(self, what: Pass, name: str, inputs: Whole | ByHand, objective: Objective) -> Any:
+    def step(self, what: PassKind, name: str, inputs: Whole | ByHand, objective: Objective) -> Any:
         """A pass of a batch that ends in a loss, see `Pipeline.train_step`.
 
         Args:
@@ -204,6 +204,7 @@ class Passes:
         if isinstance(objective.loss_fn, WholeBatch):
             whole = WholeObjective(objective, objective.loss_fn)
             return self._step_of_whole(what, name, inputs, whole)
+        self._keep(objective)
         with self._operation(name):
             given = (inputs.given, objective.given)
             check_untransformed(given, self._model.parameters())
@@ -214,10 +215,15 @@ class Passes:
                 in_list = inputs.by_hand or objective.outputs == "list"
                 result = self._result_of(order, "list" if in_list else self._merge)
             self._note_joins(order)
-            held, audited = self._runner.held(order), self._auditor.around(order, batch)
-            with held, audited, objective.undone():
+            reserved, audited = self._runner.reserved(order), self._auditor.around(order, batch)
+            with reserved, audited, objective.undone():
+                before = self._backup(order)
                 outcome = self._runner.run(order)
-        backward_into_inputs(order.values, outcome.gradients)
+        try:
+            backward_into_inputs(order.values, outcome.gradients)
+        except BaseException:  # of the script's own graph
+            before.restore()
+            raise
         if order.loss is not None and len(order.microbatches) > 1:
             self._look_at_loss(objective, outcome)
         found = step_result(objective, outcome, result)
@@ -226,7 +232,7 @@ class Passes:
         return found
 
     def _step_of_whole(
-        self, what: Pass, name: str, inputs: Whole | ByHand, whole: WholeObjective
+        self, what: PassKind, name: str, inputs: Whole | ByHand, whole: WholeObjective
     ) -> Any:
         """A step with one loss of all micro-batches: their forwards, the loss, their backwards."""
         if isinstance(inputs, ByHand):
@@ -291,6 +297,24 @@ class Passes:
         is_new = self._mixing.is_new(objective.identity)
         return objective.loss(batch.rows, self._runner.loss_device, is_new, self._apart)
 
+    def _backup(self, order: Order) -> Backup:
+        """The gradients as they are before a pass whose inputs have a graph of the script's."""
+        inputs = (value for part in order.values for value in part)
+        has_graph = any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+        workers = self._runner.workers
+        is_here = has_graph and order.what == "train" and workers.has_gradients
+        return Backup(workers.parameters if is_here else (), ())
+
+    def _keep(self, objective: Objective) -> None:
+        """Keep the functions of the latest losses, as what is known of them goes by identity."""
+        self._losses.pop(objective.identity, None)
+        self._losses[objective.identity] = objective.given_functions
+        if len(self._losses) > _LOSSES:
+            oldest = next(iter(self._losses))
+            del self._losses[oldest]
+            self._reads_no_buffers.discard(oldest)
+            self._mixing.forget(oldest)
+
     def _look_at_loss(self, objective: Objective, outcome: Outcome) -> None:
         """Warn if the loss of rows does not add up to that of a batch, when it is new."""
         if self._mixing.is_new(objective.identity):
@@ -298,7 +322,7 @@ class Passes:
             mismatch, weight = outcome.mismatch, objective.weight
             self._mixing.of_loss(objective.identity, values, mismatch, weight)
 
-    def _check_reads(self, objective: Objective, left: Left) -> None:
+    def _check_reads(self, objective: Objective, left: LeftAttributes) -> None:
         """Raise if the loss or the metrics read what is out of their reach."""
         check_reads("loss", objective.loss_fn, left)
         check_reads("metrics function", objective.metrics, left)
@@ -331,7 +355,7 @@ class Passes:
         if not role.has_inputs:
             return self._runner.share(None, training)
         try:
-            batch = inputs.batch(self._program, self.num_microbatches)
+            batch = inputs.batch(self._program, self._runner.plan.num_microbatches)
             if role.routes:
                 routed = partial(self._runner.route, batch, training, trains)
                 batch = self._runner.surviving(routed)
@@ -341,10 +365,10 @@ class Passes:
             raise
         return self._runner.share(batch, training)
 
-    def _order(self, what: Pass, batch: Batch, loss: Loss | None = None) -> Order:
+    def _order(self, what: PassKind, batch: Batch, loss: Loss | None = None) -> Order:
         return self._runner.order(what, batch, self._model.training, loss)
 
-    def _result_of(self, order: Order, merge: Merge, graph: bool = False) -> Result:
+    def _result_of(self, order: Order, merge: Merge, graph: bool = False) -> ResultBuilder:
         """What makes the model's result of what the last stage gives in a pass.
 
         Args:
@@ -360,7 +384,7 @@ class Passes:
             ways.common(order.microbatches, anyway=merge == "rows")
         elif graph:
             ways.alike(order.microbatches)
-        return Result(ways, order.microbatches, merge)
+        return ResultBuilder(ways, order.microbatches, merge)
 
 
 def _differentiable(given: Any) -> list[torch.Tensor]:
@@ -370,7 +394,7 @@ def _differentiable(given: Any) -> list[torch.Tensor]:
 
 
 def step_result(
-    objective: Objective, outcome: Outcome, result: Result | None
+    objective: Objective, outcome: Outcome, result: ResultBuilder | None
 ) -> torch.Tensor | StepResult:
     """What a training step returns.
 
@@ -405,7 +429,7 @@ def _missing(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultBuilder:
     """Makes the model's result of what the last stage gives.
 
     Attributes:
@@ -436,8 +460,16 @@ class Result:
         return self.merge(each) if callable(self.merge) else each
 
 
-_Started = tuple[Started, Result]
-"""A batch of `map`: the ticket of its pass, and what makes its result."""
+class _MapBatch(NamedTuple):
+    """A batch of `map` that is under way.
+
+    Attributes:
+        started: its pass.
+        result: makes its result.
+    """
+
+    started: Started
+    result: ResultBuilder
 
 
 class _Called(NamedTuple):

@@ -27,8 +27,8 @@ from penstock.capture.dims import BatchDim, Dynamic
 from penstock.changing import (
     Given,
     check_can_change,
-    completed,
     plan_for_others,
+    with_choices_of,
 )
 from penstock.checkpoint.autosave import Autosave
 from penstock.checkpoint.saver import Save
@@ -41,7 +41,7 @@ from penstock.engine.batchnorm import BatchNormMode, closed_batchnorms
 from penstock.engine.compiled import COMPILED_WHOLE, check_compiles, compile_options
 from penstock.engine.microbatch import Merge, check_merge
 from penstock.engine.objective import Objective, Outputs
-from penstock.engine.orders import Pass
+from penstock.engine.orders import PassKind
 from penstock.engine.recordable import check_records
 from penstock.errors import InputError, PlanError, WorkerError, WorkerTimeout
 from penstock.generation.generate import Options, generate
@@ -281,11 +281,17 @@ class Pipeline:
         served = address(metrics)
         threads = 0 if threads_per_worker is None else threads_per_worker
         chosen = WorkerOptions(
-            *(workers, devices, timeout, allocator, request.least_workers, threads), on_failure
+            workers=workers,
+            devices=devices,
+            timeout=timeout,
+            allocator=allocator,
+            least=request.least_workers,
+            threads=threads,
+            on_failure=on_failure,
         )
         self.model = model
         self._autosave: Autosave | None = None
-        self._refused: set[int] = set()  # numbers of workers that could not be had
+        self._tried = 0, 0  # a number of workers that was asked for, and the membership since
         recording = CaptureOptions(
             batch_dim, dynamic, closed_batchnorms(model, batchnorm, keep_closed)
         )
@@ -300,22 +306,33 @@ class Pipeline:
                     program = recording.capture(model, args, kwargs)
             self.program = program
             source = source_of(model, weights)
-            given = Given(
-                *(request, chosen, (args, kwargs), source, batchnorm, merge, audit),
-                *(compiling, cuda_graphs),
-            )
-            is_given = plan is not None
             with with_autograd():
                 plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
+                given = Given(
+                    request=with_choices_of(plan, request),
+                    workers=chosen,
+                    example=(args, kwargs),
+                    weights=source,
+                    batchnorm=batchnorm,
+                    merge=merge,
+                    audit=audit,
+                    compile=compiling,
+                    graphs=cuda_graphs,
+                )
                 running = self._running = Running(
-                    *(model, program, given, self.allocator_kept, served, backend, plan, stack)
+                    model,
+                    program,
+                    given,
+                    allocator_kept=self.allocator_kept,
+                    served_at=served,
+                    backend=backend,
+                    plan=plan,
+                    stack=stack,
                 )
             self._runner, self._passes = running.runner, running.passes
             self._auditor, self._saver = running.auditor, running.saver
             self._sessions = Sessions(running.runner, program, in_flight)
-            asked = completed(request, plan) if is_given else request
-            # Without weights, or buffers would begin once more.
-            running.given = replace(given, request=asked, weights=None)
+            running.given = replace(given, weights=None)  # else buffers would begin once more
             if run is not None and self._workers.role.index == 0:
                 self._runner.steps.kept.write_to(RunFolder(run, running.about()))
             stack.pop_all()
@@ -489,7 +506,7 @@ class Pipeline:
         scale = scale_of(scaler)
         objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs, scale)
         with explaining(self.model, args, kwargs, target):
-            return self._passes.step(*_training(), Whole(args, kwargs), objective)
+            return self._passes.step(*_training("train_step"), Whole(args, kwargs), objective)
 
     def train_microbatches(
         self,
@@ -530,7 +547,8 @@ class Pipeline:
         objective = Objective(
             targets, loss_fn, weight, loss_kwargs, metrics, outputs, scale, by_hand
         )
-        return self._passes.step(*_training(), ByHand(microbatches), objective)
+        name = "train_microbatches"
+        return self._passes.step(*_training(name), ByHand(microbatches), objective)
 
     def eval_step(
         self,
@@ -707,7 +725,9 @@ class Pipeline:
         kind = optimizer_class(kind)
         chosen = parameter_groups(self.model, params)
         optimizer = PipelineOptimizer(
-            *(kind, chosen, self._running.dividing), surviving=self._runner.alone, **options
+            *(kind, chosen, self._running.dividing),
+            surviving=self._runner.between_passes,
+            **options,
         )
         self._running.add(optimizer)
         return optimizer
@@ -723,7 +743,7 @@ class Pipeline:
         """
         self._check_trains("scaler()")
         runner = self._runner
-        scaler = PipelineScaler(runner.loss_device, self._workers, runner.alone, **options)
+        scaler = PipelineScaler(runner.loss_device, self._workers, runner.between_passes, **options)
         self._running.add(scaler)
         return scaler
 
@@ -736,7 +756,7 @@ class Pipeline:
             of: a copy of the model to use instead, such as the `module` of an `AveragedModel`.
         """
         model = self.model if of is None else of
-        return self._runner.alone(lambda: self._workers.state(self.model, model))
+        return self._runner.between_passes(lambda: self._workers.state(self.model, model))
 
     def fetch(self) -> None:
         """Bring the weights that workers have changed to this process's model.
@@ -745,7 +765,7 @@ class Pipeline:
         Ray cluster have weights of their own: between two calls the model has those of the last
         one. Under torchrun it does what `state_dict` does, so all ranks have to call it.
         """
-        self._runner.alone(lambda: self._workers.state(self.model, self.model))
+        self._runner.between_passes(lambda: self._workers.state(self.model, self.model))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the parameters that have one, by their names.
@@ -753,9 +773,10 @@ class Pipeline:
         They are the parameters' own `.grad`; of workers in a Ray cluster, where `.grad` can only be
         dropped or set to zero, they are copies. A rank has those of its own stages.
         """
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
-        gradients = self._runner.alone(lambda: self._workers.gradients(parameters))
-        found = zip(names, gradients, strict=True)
+        named = dict(self.model.named_parameters())
+        parameters = tuple(named.values())
+        gradients = self._runner.between_passes(lambda: self._workers.gradients(parameters))
+        found = zip(named, gradients, strict=True)
         return {name: gradient for name, gradient in found if gradient is not None}
 
     def clip_grad_norm_(
@@ -781,7 +802,7 @@ class Pipeline:
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, foreach)
         with self._runner.steps.during("clipping"):
             chosen = self._clipped(parameters)
-            return self._runner.alone(lambda: self._workers.clip(chosen, clipping))
+            return self._runner.between_passes(lambda: self._workers.clip(chosen, clipping))
 
     def clip_grad_value_(
         self, clip_value: float, foreach: bool | None = None, *, parameters: Clipped = None
@@ -795,7 +816,9 @@ class Pipeline:
         self._check_trains("clip_grad_value_")
         with self._runner.steps.during("clipping"):
             chosen = self._clipped(parameters)
-            self._runner.alone(lambda: self._workers.clip_value(chosen, clip_value, foreach))
+            self._runner.between_passes(
+                lambda: self._workers.clip_value(chosen, clip_value, foreach)
+            )
 
     def _clipped(self, parameters: Clipped) -> list[torch.Tensor]:
         """The parameters to clip; by default all of the model, each once."""
@@ -963,7 +986,7 @@ class Pipeline:
             ClosedError: the pipeline is closed.
         """
         with self._runner.steps.during("saving"):
-            return self._runner.alone(lambda: self._saver.save(path, background, things))
+            return self._runner.between_passes(lambda: self._saver.save(path, background, things))
 
     def autosave(
         self,
@@ -1032,14 +1055,21 @@ class Pipeline:
             )
 
     def _between_steps(self) -> None:
-        """Before a pass that trains: save, or change the workers, if that was asked for."""
+        """Before a pass that trains: save, or change the workers, if that was asked for.
+
+        States of sessions that nobody has any more are let go of.
+        """
         self._save_if_due()
         self._resize_if_due()
+        if not self._runner.is_busy:
+            self._sessions.drop()
 
     def _resize_if_due(self) -> None:
         """Have as many workers as there should be by the user's policy, if there is a plan."""
         wanted = self._workers.wanted()
-        if wanted is None or wanted == len(self.members) or wanted in self._refused:
+        if wanted is None or wanted == len(self.members):
+            return
+        if (wanted, self.members.number) == self._tried:
             return
         if self._runner.is_busy:  # with results whose backward may come; later
             return
@@ -1049,8 +1079,8 @@ class Pipeline:
         try:
             self.resize(["cpu"] * wanted, progress=None)
         except (PlanError, InputError, WorkerError, WorkerTimeout) as error:
-            self._refused.add(wanted)
             self._runner.steps.kept.happened(f"there should be {wanted} workers, but: {error}")
+        self._tried = wanted, self.members.number
 
     def _save_if_due(self) -> None:
         """Save before a pass that trains, if that was asked for."""
@@ -1169,11 +1199,15 @@ class Pipeline:
         return f"Pipeline({type(self.model).__name__}: {self.plan.summary})"
 
 
-def _training() -> tuple[Pass, str]:
-    """The pass of a training step and its name; without gradients it is only the forward."""
+def _training(method: str) -> tuple[PassKind, str]:
+    """The pass of a training step and its name; without gradients it is only the forward.
+
+    Args:
+        method: that is called.
+    """
     if torch.is_grad_enabled():
-        return "train", "train_step"
-    return "infer", "train_step without gradients"
+        return "train", method
+    return "infer", f"{method} without gradients"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,16 +19,16 @@ from penstock.board.phases import timeline_of
 from penstock.capture import Key, Program, Ref, Sizes, Trace
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
-from penstock.capture.cuts import NOTHING, Apart
+from penstock.capture.cuts import NOTHING, KeptInStages
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
 from penstock.engine.compiled import Compile
 from penstock.engine.ends import Loss
-from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.engine.residents import GONE, States
 from penstock.engine.span import MicroBatch
-from penstock.errors import InputError, StatesLost, WorkerDied, WorkerError
+from penstock.errors import ClosedError, InputError, StatesLost, WorkerDied, WorkerError
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
@@ -115,7 +115,7 @@ class Started:
     is_again: bool = False
 
     def again(self, workers: Workers) -> AbstractContextManager[None]:
-        """While open, the model is as it was when it began, if it has begun with others."""
+        """While open, modes and buffers are those of when the pass began, if it is repeated."""
         if self.before is None or not self.is_again:
             return nullcontext()
         return self.before.again(workers)
@@ -140,7 +140,7 @@ class _Before(NamedTuple):
     updates: int
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-    def has_passed(self, updates: int) -> bool:
+    def parameters_changed(self, updates: int) -> bool:
         """Whether parameters are others now, after so many steps of optimizers."""
         changed = any(map(operator.ne, map(_version, self.parameters), self.versions))
         return changed or updates != self.updates
@@ -171,26 +171,42 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
+class Recovery(Protocol):
+    """Has others take over for workers, and calls `Runner.use` with them."""
+
+    def recover(self, death: WorkerDied, deaths: int) -> None:
+        """Some have died, in the midst of whatever they did.
+
+        Args:
+            death: says who, and at what.
+            deaths: how often that has happened to the same work.
+
+        Raises:
+            WorkerDied: nobody takes over.
+        """
+
+    def relieve(self) -> None:
+        """Some were asked to leave; no pass is under way."""
+
+
 class Runner:
     """The stages of a plan, run by workers. The model's weights are where the plan wants them.
 
     Args:
         program: what is run.
-        plan: how.
-        workers: who does it.
+        plan: how it is run.
+        workers: the workers that run it.
         deferred: whether BatchNorms are moved once per batch.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
         graphs: whether stages are run as graphs where they can.
 
     Attributes:
         compile: as given.
-        recover: called if workers have died, with the error and how often that has happened to the
-            same work; `use` is called by it, or it raises.
-        relieve: called between two passes if workers leave.
-        plan: that is run.
-        homes: of every stage the device.
+        recovery: has others take over for workers that die or leave; `None` if nobody does.
+        plan: the plan that is run.
+        homes: the device of every stage.
         loss_device: where the last stage is.
-        workers: who does it.
+        workers: the workers that run the plan.
         counts: of passes that were ordered.
         steps: counts them on the board.
     """
@@ -218,12 +234,13 @@ class Runner:
         self._passes = 0
         self._seed: tuple[int, int] | None = None  # the one in use, and what it stands for
         self._recordings: list[_Recording] = []  # that are open
-        self.recover: Callable[[WorkerDied, int], None] = _raise
-        self.relieve: Callable[[], None] = _nothing
+        self.recovery: weakref.ref[Recovery] | None = None
         self.steps = Steps(program.example_sizes)
         self._user = _User(workers.ownership)
         self._under_way: list[Started] = []
-        self._held: dict[int, Started] = {}  # forwards whose backward may come, by number
+        self._awaiting_backward: dict[
+            int, Started
+        ] = {}  # forwards whose backward may come, by number
         self._updates = 0  # steps of optimizers
         self._lost: set[int] = set()  # numbers of those that the workers have lost
         self.use(plan, workers)
@@ -251,7 +268,7 @@ class Runner:
         self.loss_device = self.homes[-1]
         self.steps.use(workers.board, plan, len(workers.devices))
         self._user.ownership = workers.ownership
-        self._lost = set(self._held)
+        self._lost = set(self._awaiting_backward)
         self._modules = tuple(self._program.model.modules())
         self._parameters = tuple(self._program.model.parameters())
         for started in self._under_way:
@@ -262,7 +279,12 @@ class Runner:
     def _ways_of(self, plan: Plan, workers: Workers, training: bool) -> Ways:
         before, devices = self._ways.get(training), workers.devices
         return Ways(
-            *(self._program, plan, devices, training, workers.add, self._deferred),
+            self._program,
+            plan,
+            devices,
+            training,
+            workers.add,
+            self._deferred,
             before=before,
             compile=self.compile,
             graphs=self._graphs,
@@ -299,7 +321,7 @@ class Runner:
         batch: Batch,
         training: bool,
         trains: bool,
-        apart_of: Callable[[Trace], Apart] | None = None,
+        apart_of: Callable[[Trace], KeptInStages] | None = None,
     ) -> Batch:
         """A batch with the ways that its micro-batches take; where the first stage is fed.
 
@@ -318,7 +340,7 @@ class Runner:
         ways = self._ways_now(training)
         known = len(ways)
         try:
-            with self._program.recordings.looking(self.workers.alone):
+            with self._program.recordings.looking(self.workers.modules_idle):
                 taken = [ways.taken(part, apart_of) for part in batch.parts]
         except Exception as error:
             self.workers.check()
@@ -373,7 +395,7 @@ class Runner:
             )
         return replace(received, parts=batch.parts)
 
-    def follow(self, batch: Batch, training: bool, apart: Mapping[int, Apart]) -> None:
+    def follow(self, batch: Batch, training: bool, apart: Mapping[int, KeptInStages]) -> None:
         """Have the ways of a batch here as well that another process has routed.
 
         Args:
@@ -385,10 +407,10 @@ class Runner:
             InputError: the model here would take others.
         """
         ways = self._ways_now(training)
-        with self._program.recordings.looking(self.workers.alone):
+        with self._program.recordings.looking(self.workers.modules_idle):
             for way in sorted(batch.news):  # recorded here as well, under the same number
                 ways.follow(way, batch.news[way], apart.get(way, NOTHING))
-        with self._program.recordings.looking(self.workers.alone):
+        with self._program.recordings.looking(self.workers.modules_idle):
             for way, sizes in zip(batch.ways, batch.sizes, strict=True):
                 ways.check(way, sizes)
 
@@ -401,7 +423,7 @@ class Runner:
 
     def order(
         self,
-        what: Pass,
+        what: PassKind,
         batch: Batch,
         training: bool,
         loss: Loss | None = None,
@@ -436,7 +458,13 @@ class Runner:
         modes = ambient()._replace(grad=what != "infer")
         recorded = bool(self._recordings) or (batch.recorded and what != "infer")
         return Order(
-            *(what, ways.training, microbatches, modes, number, values, loss),
+            what=what,
+            training=ways.training,
+            microbatches=microbatches,
+            modes=modes,
+            number=number,
+            values=values,
+            loss=loss,
             recorded=recorded,
             profiled=any(recording.is_profiled for recording in self._recordings),
             tokens=batch.tokens,
@@ -479,7 +507,7 @@ class Runner:
             return self.finish(self.start(order))
 
     @contextmanager
-    def held(self, order: Order) -> Iterator[None]:
+    def reserved(self, order: Order) -> Iterator[None]:
         """While open, no other pipeline of the model runs what this pass and its audit disturb.
 
         Raises:
@@ -531,15 +559,20 @@ class Runner:
             self.counts.count(order.microbatches[0].key.step)
         try:
             if self.workers.are_leaving and not self._under_way:
-                self.relieve()
+                self._relieve()
+            started = Started(order, self.steps.begin())
         except BaseException:
             self._user.leave()
             raise
-        started = Started(order, self.steps.begin())
         try:
-            if order.what in ("forward", "infer") and self.recover is not _raise:
+            if order.what in ("forward", "infer") and self.recovery is not None:
                 started.before = self.surviving(partial(self._before, order))
-            self._under_way.append(started)
+        except BaseException:
+            self._user.leave()
+            self.steps.leave(started.begun)
+            raise
+        self._under_way.append(started)
+        try:
             self.surviving(self._submit)
         except BaseException:
             self._left(started)
@@ -553,16 +586,21 @@ class Runner:
         buffers = list(self._program.model.buffers()) if keeps else []
         self.workers.bring_values(buffers)
         return _Before(
-            *(self._modules, [module.training for module in self._modules]),
-            *(self._parameters, [_version(tensor) for tensor in self._parameters]),
-            self._updates,
-            [(buffer, buffer.detach().clone()) for buffer in buffers],
+            modules=self._modules,
+            modes=[module.training for module in self._modules],
+            parameters=self._parameters,
+            versions=[_version(tensor) for tensor in self._parameters],
+            updates=self._updates,
+            buffers=[(buffer, buffer.detach().clone()) for buffer in buffers],
         )
 
     def _submit(self) -> None:
         """Let the workers know of the passes under way, in order, that they do not know of."""
-        told = [s.ticket is not None or s.is_lost or s.end is not None for s in self._under_way]
-        unknown = [s for s, is_told in zip(self._under_way, told, strict=True) if not is_told]
+        unknown = [
+            started
+            for started in self._under_way
+            if started.ticket is None and not started.is_lost and started.end is None
+        ]
         for started in unknown:  # before the first begins: if that fails, workers wait for more
             self._introduce(started.order)
         for started in unknown:
@@ -575,12 +613,12 @@ class Runner:
         """Let the workers know the ways of an order; those that took over may know fewer."""
         ways = self._ways[order.training]
         for microbatch in order.microbatches:
-            _ = ways[microbatch.way]
+            ways.announce(microbatch.way)
 
     def _run_again(self, number: int) -> None:
         """Run a forward once more whose backward is to come, if the workers have lost it."""
         if number in self._lost:
-            held = self._held[number]
+            held = self._awaiting_backward[number]
             if not self._can_run_again(held):
                 raise InputError(_CHANGED)
             held.is_again = True
@@ -591,14 +629,16 @@ class Runner:
             self._lost.discard(number)
 
     def _left(self, started: Started) -> None:
-        """A pass is not under way any more, however it ended."""
+        """A pass is not under way any more, however it ended, unless it was given up before."""
         if started in self._under_way:
             self._under_way.remove(started)
-        self._user.leave()
-        self.steps.leave(started.begun)
+            self._user.leave()
+            self.steps.leave(started.begun)
 
-    def alone(self, work: Callable[[], T], updates: bool = False) -> T:
-        """As `surviving`, for work after which a pass that is run again would give another result.
+    def between_passes(self, work: Callable[[], T], updates: bool = False) -> T:
+        """Wait for the passes under way, then do the work as `surviving` does.
+
+        If they were repeated after it, they would give other results.
 
         Args:
             work: what is done.
@@ -617,7 +657,7 @@ class Runner:
         Raises:
             WorkerDied, ClosedError: nobody takes over for workers that have died.
         """
-        if self.recover is _raise or not self._user.is_here():
+        if self.recovery is None or not self._user.is_here():
             return
         for started in tuple(self._under_way):
             if started.end is None:
@@ -641,13 +681,23 @@ class Runner:
             except WorkerDied as death:
                 deaths += 1
                 self._note_what_cannot_run_again()
-                those = [
-                    s for s in (*self._under_way, *self._held.values()) if self._can_run_again(s)
-                ]
-                self.recover(death, deaths)
-                for started in those:
+                begun = *self._under_way, *self._awaiting_backward.values()
+                repeatable = [started for started in begun if self._can_run_again(started)]
+                self._recover(death, deaths)
+                for started in repeatable:
                     if started.before is not None:
                         started.before = started.before.renewed()
+
+    def _recover(self, death: WorkerDied, deaths: int) -> None:
+        recovery = None if self.recovery is None else self.recovery()
+        if recovery is None:
+            raise death
+        recovery.recover(death, deaths)
+
+    def _relieve(self) -> None:
+        recovery = None if self.recovery is None else self.recovery()
+        if recovery is not None:
+            recovery.relieve()
 
     def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
@@ -655,7 +705,13 @@ class Runner:
         Raises:
             WorkerError: a stage failed; gradients and buffers are put back.
             InputError: the loss did not fit.
+            ClosedError: the pass was given up with another one.
         """
+        if started not in self._under_way:
+            raise ClosedError(
+                "this pass was given up as another one was interrupted; call map(), or the "
+                "pipeline, again"
+            )
         order, begun = started.order, started.begun
         try:
             outcome = self._end_of(started)
@@ -666,9 +722,9 @@ class Runner:
         finally:
             self._left(started)
         if order.what == "forward":
-            self._held[order.number] = started
+            self._awaiting_backward[order.number] = started
         elif order.what == "backward":
-            self._held.pop(order.number, None)
+            self._awaiting_backward.pop(order.number, None)
         self.counts.completed = max(self.counts.completed, order.microbatches[0].key.step + 1)
         self.steps.count(order, begun, outcome.logs)
         self._ways[order.training].confirm([m.way for m in order.microbatches])
@@ -689,7 +745,7 @@ class Runner:
 
     def _can_run_again(self, started: Started) -> bool:
         """Whether a pass would find the parameters that it found when it began."""
-        return started.before is None or not started.before.has_passed(self._updates)
+        return started.before is None or not started.before.parameters_changed(self._updates)
 
     def _end_of(self, started: Started) -> Outcome:
         if isinstance(started.end, Exception):
@@ -711,7 +767,7 @@ class Runner:
         weakref.finalize(holder, self._forget, order.training, order.number).atexit = False
 
     def _forget(self, training: bool, number: int) -> None:
-        self._held.pop(number, None)
+        self._awaiting_backward.pop(number, None)
         self._lost.discard(number)
         self.workers.forget(training, number)
         self.steps.forget(number)
@@ -756,15 +812,6 @@ class Runner:
             self.workers.close()
         finally:
             self._user.drop()
-
-
-def _nothing() -> None:
-    """Have nobody take over for workers that leave."""
-
-
-def _raise(death: WorkerDied, deaths: int) -> None:
-    """Have nobody take over for workers that have died."""
-    raise death
 
 
 class _User:

@@ -21,7 +21,7 @@ from penstock.audit.auditor import Auditor
 from penstock.board.metrics import Address, MetricsServer
 from penstock.board.runs import Run, publish
 from penstock.capture import Program
-from penstock.changing import Dividing, Fallbacks, Given, Planning, completed, with_one_replica
+from penstock.changing import Dividing, Fallbacks, Given, Planning, with_one_replica
 from penstock.checkpoint.saver import Saver
 from penstock.devices.cores import cores
 from penstock.devices.machine import processor
@@ -50,7 +50,7 @@ from penstock.workers.backend import Backend, Workers
 from penstock.workers.described import description_of, listen
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.members import Membership
-from penstock.workers.memories import Left
+from penstock.workers.memories import SideEffects
 from penstock.workers.placement import place
 
 _DEATHS = 3
@@ -114,17 +114,15 @@ class Running:
         self._served_at = served_at
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
-        request = completed(given.request, plan)
-        of = Replanning(plan, program, *given.example, backend, request, None)
-        self._fallbacks = self._planned_ahead(of)
+        replanning = Replanning(plan, program, *given.example, backend, given.request, None)
+        self._fallbacks = self._planned_ahead(replanning)
         workers = self._begun(backend, plan, stack)
         deferred = given.batchnorm == "deferred"
         self.runner = Runner(program, plan, workers, deferred, given.compile, given.graphs)
         if given.graphs:
             check_recorded(len(plan.stages), self.runner.not_recorded, plan.replicas)
         if given.workers.survives:
-            self.runner.recover = _recovering(weakref.WeakMethod(self.recover))
-            self.runner.relieve = _recovering(weakref.WeakMethod(self.relieve))
+            self.runner.recovery = weakref.ref(self)
         self.auditor = Auditor(given.audit, program, self.runner, backend.threads)
         self.passes = Passes(self.runner, self.auditor, program, given.merge)
         self.saver = Saver(model, self.runner)
@@ -144,7 +142,7 @@ class Running:
         return self.runner.workers
 
     def _at_end(self, end: Callable[[], object], stack: ExitStack) -> None:
-        """Call this if the start fails, and when nobody uses this any more."""
+        """Register `end` to be called if the start fails, or when this object is collected."""
         stack.callback(end)
         weakref.finalize(self, end).atexit = False
 
@@ -213,11 +211,10 @@ class Running:
     def split_into(self, num_microbatches: int) -> None:
         """Split batches into so many micro-batches from now on; stages and schedule stay."""
         self.runner.plan = replace_fields(self.plan, num_microbatches=num_microbatches)
-        self.passes.num_microbatches = num_microbatches
 
-    def _planned_ahead(self, of: Replanning) -> Fallbacks | None:
+    def _planned_ahead(self, replanning: Replanning) -> Fallbacks | None:
         """Plans for fewer workers, if these are to go on without others."""
-        return Fallbacks(of) if self.given.workers.on_failure == "continue" else None
+        return Fallbacks(replanning) if self.given.workers.on_failure == "continue" else None
 
     # -- others -----------------------------------------------------------------------------------
 
@@ -239,14 +236,14 @@ class Running:
         backend = chosen.backend(self._allocator_kept)
         with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)
-            left = self.runner.alone(lambda: self.workers.left())
+            left = self.runner.between_passes(lambda: self.workers.left())
             request, note = with_one_replica(self.given.request, old, left)
             example = self.given.example
-            of = Replanning(old, self._program, *example, backend, request, report)
-            plan = planning(of)
+            replanning = Replanning(old, self._program, *example, backend, request, report)
+            plan = planning(replanning)
             if plan is None:
                 return False
-            fallbacks = self._planned_ahead(of)
+            fallbacks = self._planned_ahead(replanning)
             plan = replace_fields(plan, note=note or plan.note)
             backend.take(plan, is_given=False)
             plan = backend.broadcast_plan(self._program, plan)
@@ -272,7 +269,7 @@ class Running:
         Raises:
             ClosedError: nobody could be started.
         """
-        self.runner.alone(lambda: self.workers.bring())
+        self.runner.between_passes(lambda: self.workers.bring())
         old, same = self.plan, self.given.as_they_are(self.workers, self.threads)
         for optimizer in self._optimizers:
             optimizer.divide_again()
@@ -351,13 +348,15 @@ class Running:
     def notice_deaths(self) -> None:
         """Let others take over for workers that have died since the last pass, if they do."""
         if self.given.workers.survives:
-            self.runner.alone(lambda: self.workers.fetch_states(()))
+            self.runner.between_passes(lambda: self.workers.fetch_states(()))
 
     def relieve(self) -> None:
         """Let others take over for workers that leave, between two passes."""
         self._take_over(self.workers.left, "a worker was asked to end (SIGTERM)", None)
 
-    def _take_over(self, remember: Callable[[], Left], what: str, death: WorkerDied | None) -> None:
+    def _take_over(
+        self, remember: Callable[[], SideEffects], what: str, death: WorkerDied | None
+    ) -> None:
         """Let those that are left, or others, go on.
 
         Args:
@@ -389,7 +388,8 @@ class Running:
                     plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
                     chosen = self.given.on(list(plan.devices), now, self.threads)
                 self._try_to_use(chosen, plan, survivors, what)
-            self.given = replace(self.given, workers=chosen)
+            if plan is not old:  # else there are as many as before
+                self.given = replace(self.given, workers=chosen)
             took = show_seconds(time.monotonic() - began)
             another = f"; another plan: {plan.summary}" if plan is not old else ""
             self.runner.steps.kept.happened(
@@ -397,7 +397,7 @@ class Running:
                 f"{took}{another}"
             )
 
-    def _remembered(self, remember: Callable[[], Left]) -> Left:
+    def _remembered(self, remember: Callable[[], SideEffects]) -> SideEffects:
         """What forwards have left with the workers; an error, if it is lost, says how to resume."""
         try:
             return remember()
@@ -463,16 +463,3 @@ class Running:
             self.saver.finish()
         finally:
             self.runner.close()
-
-
-def _recovering(recover: Callable[[], Callable[..., None] | None]) -> Callable[..., None]:
-    """What a runner calls, which does not keep alive whoever recovers."""
-
-    def called(*details: Any) -> None:
-        known = recover()
-        if known is not None:
-            known(*details)
-        elif details:
-            raise details[0]
-
-    return called

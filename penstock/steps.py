@@ -25,6 +25,7 @@ from penstock.account.history import About
 from penstock.account.keeping import Kept
 from penstock.account.record import CALL, EVALUATION, PASS, Interval, StepRecord
 from penstock.board.memory import Board, Log
+from penstock.cadence import is_power_of_two
 from penstock.capture.calls import ROWS, Sizes
 from penstock.engine.orders import Order
 from penstock.plan.plan import Plan
@@ -44,7 +45,7 @@ _TRIES = 16  # steps that are recorded until there is one without an audit
 
 def _is_sampled(number: int) -> bool:
     """Whether the passes of a step are recorded without being asked for: few, and ever fewer."""
-    return _FIRST <= number <= _LAST or (number > _LAST and not number & (number - 1))
+    return _FIRST <= number <= _LAST or (number > _LAST and is_power_of_two(number))
 
 
 class _Ran(NamedTuple):
@@ -392,16 +393,17 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
         found.forget_doing(OPTIMIZER)  # torch does not tell of steps that raise
         found.enter(OPTIMIZER)
         has_closure = len(args) > 1 or "closure" in kwargs
-        if found.has_trained and not has_closure and not isinstance(optimizer, PipelineOptimizer):
-            parameters = list(own.parameters())
-            mine = {id(parameter) for parameter in parameters}
-            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                warn_of_no_gradients([{"params": parameters}])
+        if not found.has_trained or has_closure or isinstance(optimizer, PipelineOptimizer):
+            return
+        if _steps_parameters_of(own, optimizer):
+            warn_of_no_gradients([{"params": list(own.parameters())}])
 
-    def ends(*_: Any) -> None:
-        found = known()
-        if found is not None and found.is_here:
-            found.exit(OPTIMIZER)
+    def ends(optimizer: Optimizer, *_: Any) -> None:
+        found, own = known(), trained()
+        if found is None or own is None or not found.is_here:
+            return
+        found.exit(OPTIMIZER)
+        if found.has_trained and _steps_parameters_of(own, optimizer):
             found.has_trained = False
 
     handles = [
@@ -414,6 +416,12 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
             handle.remove()
 
     return end
+
+
+def _steps_parameters_of(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether the optimizer steps a parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def answers(steps: Steps, about: About) -> dict[str, Callable[[], Any]]:
@@ -434,6 +442,6 @@ def answers(steps: Steps, about: About) -> dict[str, Callable[[], Any]]:
     def record() -> int:
         own = here()
         own.is_asked = True
-        return len(own.kept.records) and own.kept.records[-1].step
+        return own.kept.records[-1].step if own.kept.records else 0
 
     return {"history": lambda: here().kept.history(about), "record": record}

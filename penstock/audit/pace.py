@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Literal
 
+from penstock.cadence import is_power_of_two
 from penstock.errors import InputError
 
 Setting = int | Literal["auto"] | None
@@ -63,8 +64,7 @@ class Pace:
 
     def _is_worth_it(self) -> bool:
         if self._passes <= _FIRST:
-            is_power_of_two = self._passes & (self._passes - 1) == 0
-            return self._spent < _FIRST_SECONDS or is_power_of_two
+            return self._spent < _FIRST_SECONDS or is_power_of_two(self._passes)
         ahead = 0.0 if self._news else self._latest
         return self._later + ahead <= _SHARE * self._worked
 

@@ -164,9 +164,9 @@ def small(report: dict[str, Any]) -> str:
         errors = [f"{each['errors'][what]:+.1%}" for what in ("predicted", "calibrated")]
         lines.append(f"| {each['model']} | {1e3 * took:.0f} ms | {' | '.join(errors)} |")
     said = []
-    for what in ("predicted", "calibrated"):
+    for what, name in (("predicted", "predicted"), ("calibrated", "after ten steps")):
         sizes: list[float] = sorted(abs(each["errors"][what]) for each in report["models"])
-        said.append(f"{what}: median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}")
+        said.append(f"{name}: median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}")
     return "\n".join([*lines, "", f"{'; '.join(said)}. {_where(report)}"])
 
 

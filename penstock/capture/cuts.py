@@ -13,7 +13,7 @@ from penstock.capture.watching import with_owners
 
 
 @dataclass(frozen=True)
-class Apart:
+class KeptInStages:
     """Which of a program's inputs and results stay with the stages that use and make them.
 
     Attributes:
@@ -25,7 +25,7 @@ class Apart:
     outputs: frozenset[int] = frozenset()
 
 
-NOTHING = Apart()
+NOTHING = KeptInStages()
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Cuts:
     trace: Trace
     births: Mapping[Attribute, int] = field(default_factory=dict)
     alike: Mapping[str, str] = field(default_factory=dict)
-    apart: Apart = NOTHING
+    apart: KeptInStages = NOTHING
     _born: dict[Value, int] = field(init=False, default_factory=dict)
     _dies: dict[Value, int] = field(init=False, default_factory=dict)
 

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from penstock.capture.attributes import alike, named_tensors
 from penstock.capture.calls import ROWS, Attribute, Sizes, TensorInfo, Trace, Value, input_leaves
-from penstock.capture.cuts import NOTHING, Apart, Cuts
+from penstock.capture.cuts import NOTHING, Cuts, KeptInStages
 from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
 from penstock.capture.halves import Deferral
@@ -279,7 +279,7 @@ class Program:
         cuts: Sequence[int],
         devices: Sequence[torch.device] | None = None,
         deferrals: Sequence[Deferral | None] | None = None,
-        apart: Apart = NOTHING,
+        apart: KeptInStages = NOTHING,
     ) -> list[StageProgram]:
         """Like `stages`, for any way through the model.
 
@@ -314,7 +314,7 @@ class Program:
         return next(self.model.parameters()).device
 
     def _alike(
-        self, trace: Trace, cuts: Sequence[int], apart: Apart = NOTHING
+        self, trace: Trace, cuts: Sequence[int], apart: KeptInStages = NOTHING
     ) -> tuple[list[int], Cuts]:
         """The cuts of another trace that correspond to these of the training trace, and its `Cuts`.
 

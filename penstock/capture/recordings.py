@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from penstock.cadence import is_power_of_two
 from penstock.capture.calls import ROWS, Size, Sizes, Trace, Value, casting_now, input_leaves
 from penstock.capture.cuts import Cuts
 from penstock.capture.dims import Varying
@@ -349,7 +350,7 @@ class _Recording:
     def _is_trusted(self, named: tuple[int, ...]) -> bool:
         """Whether such sizes, which are new, need not be compared."""
         count = self._new + 1
-        if self._has_floats or count <= _FIRST or count & (count - 1) == 0:
+        if self._has_floats or count <= _FIRST or is_power_of_two(count):
             return False
         ranges = zip(named, zip(*self._compared, strict=True), strict=True)
         between = all(min(known) <= n <= max(known) for n, known in ranges)

@@ -26,7 +26,7 @@ _HEARS = 5.0  # seconds in which all that a launcher asks to stop hear of it
 
 
 class Autosave:
-    """Saves between two steps, before every so-manieth; see `Pipeline.autosave`.
+    """Saves between two steps, before every n-th; see `Pipeline.autosave`.
 
     Args:
         folder: of the checkpoint.
@@ -42,7 +42,9 @@ class Autosave:
         self, folder: Path, every: int, things: Mapping[str, Any], trained: int = 0
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InputError(f"every={every!r} is no number of steps; give 1 or more")
+            raise InputError(
+                f"every={every!r} must be a positive integer: the number of steps between two saves"
+            )
         self._folder, self._every, self._things = folder, every, things
         self._last = trained
         self._sigterm: Sigterm | None = None
@@ -94,7 +96,13 @@ class Autosave:
         if stops and self._sigterm is not None:
             self._sigterm.leave()
         undone = {n: t.undone if isinstance(t, Batches) else t for n, t in self._things.items()}
-        save(self._folder, background=not stops, **undone)
+        try:
+            save(self._folder, background=not stops, **undone)
+        except CheckpointError as error:
+            if not stops:
+                raise
+            warnings.warn(f"{error}. It is saved once more, as the run ends", stacklevel=2)
+            save(self._folder, background=False, **undone)
         if stops:
             self._end(trained, workers)
 

@@ -43,6 +43,9 @@ class Batches(Generic[T]):
     loaded for that, so what takes long to load needs a loader that can start anywhere, such as
     torchdata's `StatefulDataLoader`, which can be saved and restored without this class.
 
+    A loop that is left, by `break` or by an error, ends its epoch. So save within the loop, or by
+    `Pipeline.autosave`, and not in an `except` around it.
+
     Args:
         loader: a `DataLoader`, or anything else that gives the same batches whenever it is iterated
             with the same random numbers of torch, numpy and Python, or of a `torch.Generator` that
@@ -92,17 +95,21 @@ class Batches(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """The batches of an epoch that are left; it is over when no more are taken."""
-        position, self._resumed = self._resumed, _Position()
+        position, now = self._resumed, self._generators()
         if position.begun is None:
-            self._begun, self.batch = self._generators(), 0
+            self._begun, self.batch = now, 0
             iterator = iter(self.loader)
         else:
-            now = self._generators()
+            try:
+                self._use(position.begun)
+                iterator = iter(self.loader)
+                self._leave_out(iterator, position.batch)
+                self._use(position.then or now)
+            except BaseException:  # the position is still that of the checkpoint
+                self._use(now)
+                raise
             self._begun, self.batch = position.begun, position.batch
-            self._use(position.begun)
-            iterator = iter(self.loader)
-            self._leave_out(iterator, position.batch)
-            self._use(position.then or now)
+            self._resumed = _Position()
         try:
             while True:
                 self._before = self._generators()
@@ -117,7 +124,8 @@ class Batches(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch that was given out last, which is taken to be done."""
-        return self._state(_Position(self.batch, self._begun))
+        is_resumed = self._resumed.begun is not None  # and not iterated since
+        return self._state(self._resumed if is_resumed else _Position(self.batch, self._begun))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position of `state_dict` with the next `for`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,6 +30,7 @@ from penstock.files import is_inside
 from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.storage.folder import INDEX, Index, checked, is_begun, read_index
+from penstock.storage.part import error_in_short
 
 _MANY = 5  # differences that a message lists
 
@@ -71,9 +73,15 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        index = _index_at(path)
-        self._weights, self._files, self.number = index.weights, index.files, index.number
-        self._check_sizes()
+        while True:
+            index = _index_at(path)
+            self._weights, self._files, self.number = index.weights, index.files, index.number
+            try:
+                self._check_sizes()
+                break
+            except CheckpointError:
+                if _index_at(path).number == index.number:
+                    raise  # else a save has replaced it meanwhile
         training = self._pickled(self._name("training"))
         self._model: StateNames = training["model"]
         self.batches: int = training["batches"]
@@ -107,7 +115,8 @@ class Checkpoint:
     @property
     def data(self) -> dict[str, Any]:
         """The plain data that was saved, by name."""
-        return {name: value for name, (kind, value) in self._things.items() if kind == DATA}
+        found = {name: value for name, (kind, value) in self._things.items() if kind == DATA}
+        return copy.deepcopy(found)
 
     @property
     def plan(self) -> Plan:
@@ -153,7 +162,7 @@ class Checkpoint:
         Raises:
             InputError: nothing was saved under this name.
         """
-        return self._thing(name, STATE, GENERATOR)
+        return copy.deepcopy(self._thing(name, STATE, GENERATOR))
 
     def __str__(self) -> str:
         size = sum(entry["size"] for entry in self._files.values())
@@ -198,12 +207,16 @@ class Checkpoint:
         with nullcontext() if runner is None else runner.workers.operation("restore"):
             self._check_names(things)
             state = self._fitting(model)
-            loads = [self._load_of(model, name, thing) for name, thing in things.items()]
+            loads = {name: self._load_of(model, name, thing) for name, thing in things.items()}
+            foreign = [name for name in things if self._things[name][0] == STATE]
             generators = self._pickled(self._name("random"))
             place = 0 if runner is None else runner.workers.role.index
+            # What is not of PyTorch's optimizers may refuse: if it does, nothing has changed.
+            _load_all([(loads[name], things[name]) for name in foreign])
             model.load_state_dict(state, strict=False)
-            for load_one in loads:
-                load_one()
+            for name in things:
+                if name not in foreign:
+                    loads[name]()
             model.zero_grad()
             use_generators(generators[place if place < len(generators) else 0])
             if runner is not None:
@@ -253,7 +266,7 @@ class Checkpoint:
             return lambda: thing.set_state(saved)
         loads = getattr(thing, "load_state_dict", None)
         if kind == STATE and callable(loads) and not isinstance(thing, Optimizer):
-            return lambda: loads(saved)
+            return lambda: loads(copy.deepcopy(saved))
         words = {OPTIMIZER: "an optimizer", GENERATOR: "a torch.Generator"}
         raise InputError(
             f"{name}= is a {type(thing).__name__}, which cannot load what {self.path} has under "
@@ -310,7 +323,32 @@ class Checkpoint:
 
     def _pickled(self, name: str) -> Any:
         path = checked(self.path / name, self._files[name])
-        return torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} cannot be read without running code in it: {error_in_short(error)}. Use "
+                "another checkpoint"
+            ) from error
+
+
+def _load_all(loads: Sequence[tuple[Callable[[], Any], Any]]) -> None:
+    """Load the states of several things, or of none: those before one that refuses are put back.
+
+    Args:
+        loads: for each what loads it, and the thing.
+    """
+    done: list[tuple[Any, Any]] = []
+    try:
+        for load_one, thing in loads:
+            if thing is not None:
+                done.append((thing, copy.deepcopy(thing.state_dict())))
+            load_one()
+    except BaseException:
+        for thing, before in reversed(done):
+            with suppress(Exception):
+                thing.load_state_dict(before)
+        raise
 
 
 def _index_at(path: Path) -> Index:

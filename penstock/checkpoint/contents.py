@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from penstock.capture.randomness import undisturbed
 from penstock.devices.kinds import accelerator
 from penstock.errors import InputError
-from penstock.storage.part import compact
+from penstock.storage.part import compact, error_in_short, plain
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.workers.optimizer_parts import Parts
 from penstock.workers.ownership import Ownership
@@ -120,18 +119,7 @@ def _state_of(thing: Any, kind: str) -> Any:
     """What is saved of something that is no optimizer."""
     if kind == GENERATOR:
         return thing.get_state()
-    return _plain(thing.state_dict() if kind == STATE else thing)
-
-
-def _plain(value: Any) -> Any:
-    """With Python's own numbers instead of numpy's, which `torch.load` takes for code."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is dict:
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
-    return value
+    return plain(thing.state_dict() if kind == STATE else thing)
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -144,7 +132,7 @@ def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, 
     places = _places(optimizer, names)
     found = []
     for group in optimizer.param_groups:
-        rest = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+        rest = {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
         found.append({**rest, "params": [places[id(p)] for p in group["params"]]})
     return found
 
@@ -177,7 +165,7 @@ def generators_now() -> dict[str, Any]:
         return {
             "torch": torch.get_rng_state(),
             "cuda": kind.random_states() if kind else [],
-            "numpy": _plain({**numpy, "state": {**numpy["state"], "key": key}}),
+            "numpy": plain({**numpy, "state": {**numpy["state"], "key": key}}),
             "python": random.getstate(),
         }
 
@@ -259,6 +247,5 @@ def _attempt(value: Any) -> tuple[bytes, str | None]:
         torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:
-        code = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-        return b"", f"it has a {code[1]}" if code else str(error).strip().splitlines()[0]
+        return b"", error_in_short(error)
     return buffer.getvalue(), None

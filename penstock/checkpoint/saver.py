@@ -87,7 +87,7 @@ class Save:
             finish()
 
     def revoke(self) -> bool:
-        """Keep its thread from beginning; whether that is not too late.
+        """Try to keep its thread from beginning; returns whether that succeeded.
 
         A Ctrl-C, or an error of another rank, may come just when the thread has been started.
         """
@@ -126,9 +126,8 @@ class Saver:
     ) -> Save:
         """See `Pipeline.save`."""
         workers = self._runner.workers
-        before, self._current = self._current, None
-        if before is not None and not before._ended:
-            before.wait()
+        if self._current is not None and not self._current._ended:
+            self._current.wait()  # if that is interrupted, `finish` still waits for it
         folder = Folder(path)
         save = Save(folder.path, workers)
         try:
@@ -138,11 +137,15 @@ class Saver:
             with workers.operation("the end of a save"):
                 if workers.role.leads:
                     notes = partial(_notes, parts, workers)
+                    plan = self._runner.plan.encode()
+                    self._current = save if background else None
                     save.run(
-                        lambda: self._finish(folder, parts, training, generators, notes), background
+                        lambda: self._finish(folder, parts, training, generators, plan, notes),
+                        background,
                     )
         except BaseException as error:
             if save.revoke():  # else its thread has the folder, and lets go of it
+                self._current = None
                 folder.end(isinstance(error, Exception))
             raise
         self._current = save if background else None
@@ -172,6 +175,7 @@ class Saver:
         parts: Sequence[Part],
         training: bytes,
         generators: Any,
+        plan: bytes,
         notes: Callable[[], list[Note]],
     ) -> None:
         """Write what is left, wait for everybody's part, and let it be the checkpoint."""
@@ -182,7 +186,7 @@ class Saver:
             torch.save(compact(generators), buffer)
             files[0].write_bytes(training)
             files[1].write_bytes(buffer.getvalue())
-            files[2].write_bytes(self._runner.plan.encode())
+            files[2].write_bytes(plan)
             for file in files:
                 sync(file)
             folder.commit(_index(number, notes(), files))

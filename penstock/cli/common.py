@@ -99,7 +99,7 @@ replicas_option = click.option(
     default="auto",
     show_default=True,
     metavar="N|auto",
-    help="Replicas of all stages that share the micro-batches (on CPUs); auto: the fastest plan of "
+    help="Replicas of all stages that share the micro-batches; auto: on CPUs the fastest plan of "
     "all kinds, one device alone included.",
 )
 

@@ -45,7 +45,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Apart:
+class UnavailableParameters:
     """The parameters that a loss may not use, as their gradients are made apart from its own.
 
     Attributes:
@@ -325,7 +325,7 @@ class Loss:
         keeps_outputs: bool = False,
         scale: float | None = None,
         pieces: Pieces | None = None,
-        apart: Apart | None = None,
+        apart: UnavailableParameters | None = None,
     ) -> None:
         self.function = function
         self.pieces = pieces
@@ -452,7 +452,9 @@ def check_scalar(loss: object) -> None:
         )
 
 
-def _check_parameters(loss: torch.Tensor, results: Values, apart: Apart | None) -> None:
+def _check_parameters(
+    loss: torch.Tensor, results: Values, apart: UnavailableParameters | None
+) -> None:
     """Raise if the loss uses a parameter whose gradient would be added up in a second place.
 
     One device adds the gradients that a parameter has from the model and from the loss, and then

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from penstock.capture import Join
 from penstock.capture.trees import flatten, map_leaves, unflatten
 from penstock.engine.batch import Targets, Weight, given_targets, split_target, weights
-from penstock.engine.ends import Apart, Loss, Pieces, to_device
+from penstock.engine.ends import Loss, Pieces, UnavailableParameters, to_device
 from penstock.engine.microbatch import pieces_of, repeated
 from penstock.engine.state import Backup, State
 from penstock.engine.user_functions import callable_as, may_have_effects
@@ -94,7 +95,7 @@ class Objective:
         rows: Sequence[int],
         device: torch.device,
         checked: bool = False,
-        apart: Apart | None = None,
+        apart: UnavailableParameters | None = None,
     ) -> Loss:
         """What the last stage ends in.
 
@@ -129,11 +130,16 @@ class Objective:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What is the same for a loss that is given again, as a new lambda for instance."""
-        return tuple(
-            getattr(getattr(given, "func", given), "__code__", None) or id(given)
-            for given in (self.loss_fn, self.weight, self.metrics)
-        )
+        """What is the same for a loss that is given again, as a new lambda for instance.
+
+        It has numbers of objects, so it holds as long as `given_functions` are kept.
+        """
+        return tuple(map(_identity_of, self.given_functions))
+
+    @property
+    def given_functions(self) -> tuple[Any, Any, Any]:
+        """The loss, the weight and the metrics, as the user has given them."""
+        return self.loss_fn, self.weight, self.metrics
 
     def _pieces(
         self, targets: Targets, shares: Sequence[float], rows: Sequence[int]
@@ -177,6 +183,34 @@ def _pieces_of_target(target: tuple[Any, ...], rows: Sequence[int], copies: int)
     return [unflatten(structure, part) for part in [leaves, *pieces_of(leaves, dims, rows)]]
 
 
+def _identity_of(given: Any) -> tuple[Any, ...]:
+    """What is the same for a function that does the same: its code, and the objects that it uses.
+
+    Tensors and plain data that a function has at hand may be others in every step.
+    """
+    if isinstance(given, partial):
+        rest = (*given.args, *given.keywords.values())
+        return _identity_of(given.func), *(id(x) for x in rest if _decides(x))
+    code = getattr(given, "__code__", None)
+    if code is None:
+        return (id(given),)
+    cells = getattr(given, "__closure__", None) or ()
+    used = [cell.cell_contents for cell in cells if _is_filled(cell)]
+    owner = getattr(given, "__self__", None)
+    return code, id(owner), *(id(x) for x in used if _decides(x))
+
+
+def _decides(used: Any) -> bool:
+    return isinstance(used, nn.Module) or callable(used)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
 class Mixing:
     """Warns, once each, of losses and models in which rows meet other rows of the batch."""
 
@@ -187,6 +221,11 @@ class Mixing:
     def is_new(self, loss: object) -> bool:
         """Whether the loss of this identity was not checked yet."""
         return loss not in self._losses
+
+    def forget(self, loss: object) -> None:
+        """Let go of what is known of a loss: another one may have its identity next."""
+        self._losses.discard(loss)
+        self._said.discard(loss)
 
     def of_loss(
         self,

@@ -19,7 +19,7 @@ from penstock.engine.span import MicroBatch
 from penstock.engine.stage import Before
 from penstock.links.link import Gradients, Values
 
-Pass = Literal["train", "forward", "backward", "infer"]
+PassKind = Literal["train", "forward", "backward", "infer"]
 """What a pass does: both directions interleaved, or one of them, or forwards without gradients."""
 
 _NAMES = {"train": "train_step", "infer": "a call", "forward": "a call", "backward": "backward"}
@@ -57,7 +57,7 @@ class Order:
             of each thread.
     """
 
-    what: Pass
+    what: PassKind
     training: bool
     microbatches: Sequence[MicroBatch]
     modes: Ambient

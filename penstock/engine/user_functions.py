@@ -19,8 +19,8 @@ from torch import nn
 
 from penstock.errors import InputError
 
-_MOST_READ = 2000  # objects that are looked at
-_MOST_FOLLOWED = 500  # objects that are looked at
+_MOST_READ = 2000  # objects in the search for what a function reads
+_MOST_FOLLOWED = 500  # objects in the search for effects; a function with more may have some
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, range, slice)
 _HARMLESS = {
     "torch",
@@ -115,7 +115,7 @@ def _cannot(function: Callable[..., Any], count: int, more: Mapping[str, Any]) -
 
 
 @dataclass(frozen=True)
-class Left:
+class LeftAttributes:
     """What the forward of a model leaves in attributes, out of the loss's reach.
 
     Attributes:
@@ -127,7 +127,7 @@ class Left:
     attributes: Sequence[tuple[str, str]]
 
 
-def check_reads(what: str, function: object, left: Left) -> None:
+def check_reads(what: str, function: object, left: LeftAttributes) -> None:
     """Raise if a function reads what a forward leaves where it is not the micro-batch's own.
 
     Args:
@@ -343,7 +343,10 @@ def _stores(code: CodeType) -> bool:
 def _changes(code: CodeType) -> bool:
     """Whether it changes something in place that it, or somebody else, has made."""
     in_place = (n for n in code.co_names if n.endswith("_") and not n.startswith("__"))
-    stores = (i.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for i in dis.get_instructions(code))
+    stores = (
+        i.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+        for i in dis.get_instructions(code)
+    )
     return any(in_place) or not _CHANGES.isdisjoint(code.co_names) or any(stores)
 
 

@@ -27,7 +27,7 @@ from penstock.generation.groups import (
 from penstock.generation.outputs import beams_of_the_batch, merged
 from penstock.generation.script import Ended, Script
 from penstock.generation.stand_in import lengths_in, named, stand_in
-from penstock.sessions.session import Pass, Session, Sessions
+from penstock.sessions.session import Session, SessionPass, Sessions
 from penstock.sessions.together import Followed
 
 _CALL = "generate"
@@ -120,7 +120,7 @@ class _Running:
     job: Job
     script: Script
     session: Session
-    under_way: Pass | None = None
+    under_way: SessionPass | None = None
     begun: int = 1
 
 

@@ -127,10 +127,10 @@ class Script:
 
     def ask(self, what: Any) -> Any:
         """Ask whoever has resumed the script for something; called by its function."""
-        self._rest()
+        self._return_generators()
         self._events.put(Request(what))
         answer, error = self._answers.get()
-        self._go_on()
+        self._take_generators()
         if error is not None:
             try:
                 raise error
@@ -141,25 +141,26 @@ class Script:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
         event: Ended | _Failed | None = None
-        self._go_on()
         try:
-            with self._currents.taken(), self._modes.autocasting():
-                event = Ended(self._context.run(self._function, self))
+            self._take_generators()
+            try:
+                with self._currents.taken(), self._modes.autocasting():
+                    event = Ended(self._context.run(self._function, self))
+            finally:
+                self._return_generators()
         except Cancelled:  # nobody waits; kept, its traceback would keep all that the function has
             return
         except BaseException as error:
             event = _Failed(error)
-        finally:
-            self._rest()
         self._events.put(event)
         del event
 
-    def _go_on(self) -> None:
+    def _take_generators(self) -> None:
         """Take the default generators, which calls of other threads are kept from seeding."""
         undisturbed().__enter__()
         self._outer = self._exchanged(self._random)
 
-    def _rest(self) -> None:
+    def _return_generators(self) -> None:
         """Give them back as they were."""
         self._random = self._exchanged(self._outer)
         undisturbed().__exit__(None, None, None)

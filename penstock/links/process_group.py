@@ -135,19 +135,19 @@ class GroupEnd:
         while self._wire.ready():  # whatever it has told meanwhile
             self._hear()
         layout, size = laid_out(values)
-        number, news = self._numbers.get(layout), b""
-        if number is None:
-            number, news = (
-                self._numbers.setdefault(layout, len(self._numbers)),
-                pickle.dumps(layout),
-            )
-        awaited, self._awaited = self._awaited, self._next_size(size)
+        # What may fail comes first: the receiver waits for all that it is told of.
         found = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
         plain = cloudpickle.dumps(found) if found else b""
+        whole = max(size, self._awaited)
+        buffer = self._packed(layout, values, whole) if whole else None
+        number, news = self._numbers.get(layout), b""
+        if number is None:
+            number = self._numbers[layout] = len(self._numbers)
+            news = pickle.dumps(layout)
+        awaited, self._awaited = self._awaited, self._next_size(size)
         signal = Signal(self._owner.dispatch, size, self._awaited, number, news, plain)
         self._wire.send(_encode(signal), -1, self._left())
-        if size or awaited:
-            buffer = self._packed(layout, values, max(size, awaited))
+        if buffer is not None:
             parts = [buffer[:awaited], buffer[awaited:]] if awaited else [buffer]
             self._under_way.append([(part, self._send(part)) for part in parts if len(part)])
         else:
@@ -282,4 +282,5 @@ class GroupEnd:
         return Gone(f"the link to rank {self._peer.rank} broke: {error}")
 
     def close(self) -> None:
+        """Close the socket; the process groups are closed by `LinkGroups`."""
         self._wire.close()

@@ -232,8 +232,8 @@ class Borrower:
         if fd >= 0:
             self._slots[lent.slot] = Segment(lent.size, fd)
         layout = self._layouts[lent.layout]
+        memory = self._slots[lent.slot].borrow() if lent.slot >= 0 else None  # first: it is lent
         remaining = iter(pickle.loads(lent.plain) if lent.plain else ())
-        memory = self._slots[lent.slot].borrow() if lent.slot >= 0 else None
         values: list[Any] = [None] * len(layout)
         for k, place in enumerate(layout):
             if isinstance(place, Place):

@@ -126,6 +126,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return float("inf") if found is None else found
 
 
+def batches_under_way(stages: int, replicas: int, num_microbatches: int) -> int:
+    """How many batches keep all stages of all replicas busy with forwards."""
+    return 1 + -(-stages * replicas // num_microbatches)
+
+
 class Decisions(msgspec.Struct, frozen=True, kw_only=True):
     """Cuts, placement, number of micro-batches and schedule, with the predicted step time.
 
@@ -281,7 +286,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def batches_under_way(self) -> int:
         """How many batches `Pipeline.map` has under way, so that all stages are busy."""
-        return 1 + -(-len(self.stages) * self.replicas // self.num_microbatches)
+        return batches_under_way(len(self.stages), self.replicas, self.num_microbatches)
 
     @property
     def groups(self) -> int:

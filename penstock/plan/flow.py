@@ -1,4 +1,4 @@
-"""Plans for inference: a steady flow of forwards, where nothing comes back.
+"""Plans for inference: a steady flow of forwards, without backwards.
 
 `pipe.map`, and `pipe.generate` with several groups, have as many micro-batches under way as keep
 all stages busy. In such a flow every worker and every link works all the time on one micro-batch
@@ -9,17 +9,17 @@ their number alone, one for each worker, whatever the number of micro-batches is
 1. the least time of the busiest, over all cuts: by bisection, as it is quickly known whether there
    are cuts for a given time (`_Search.within`). If they do not fit the memory, by a sweep over the
    places for cuts, stage by stage, which knows what each stage would hold;
-2. for the best plans: of all cuts whose busiest takes no longer, those with the shortest way of one
-   batch through all stages, which is what a single request waits for (another sweep).
+2. for the best plans: of all cuts whose busiest takes no longer, those with the lowest latency of
+   one batch, which is what a single request waits for (another sweep).
 
 All of it is exact. A worker is busy with the forwards of its stage, with what an action takes
 besides, and with sending, unless that goes on by itself; then the link is busy with it. The thread
 of the script is busy as well: it splits each batch, hands it out and puts its result together.
 
 Memory is weights, the states of all groups under way (`Request.in_flight`, by default one more than
-keep all stages busy; see `docs/generation.md`), what is live
-within the stage at its worst call, and what waits to enter it. There are no gradients, no
-optimizer, and nothing is saved for a backward.
+keep all stages busy; see `docs/generation.md`), what is live within the stage at its worst call,
+and what waits to enter it. There are no gradients, no optimizer, and nothing is saved for a
+backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ from msgspec.structs import replace as replace_fields
 from numpy.typing import NDArray
 
 from penstock.errors import PlanError
-from penstock.plan.decisions import WORTH_FEWER, Candidate, StagePlan, Way
+from penstock.plan.decisions import (
+    WORTH_FEWER,
+    Candidate,
+    StagePlan,
+    Way,
+    batches_under_way,
+)
 from penstock.plan.layout import Floats, Layout
 from penstock.plan.plan import Plan
 from penstock.plan.problem import check_feasible
@@ -150,7 +156,8 @@ def _on_all(profile: Profile, request: Request, limits: Limits) -> Iterator[_Cas
         if not able:
             if not is_free:
                 yield PlanError(
-                    f"{replicas} replicas cannot share {max(counts)} micro-batches; give more"
+                    f"{replicas} replicas cannot share {max(counts)} micro-batches: use "
+                    f"num_microbatches={replicas} or more, or fewer replicas"
                 )
             continue
         for own, by_count in zip(ordered, layouts, strict=True):
@@ -210,7 +217,7 @@ def _flows(
 
 
 def _ordered(found: Sequence[Flow], fewer: Sequence[Flow]) -> list[Flow]:
-    """The best first: the fastest, and of those that are as fast the one with the shortest way.
+    """The best first: the fastest, and of those that are as fast the one with the lowest latency.
 
     Args:
         found: on all devices.
@@ -219,7 +226,7 @@ def _ordered(found: Sequence[Flow], fewer: Sequence[Flow]) -> list[Flow]:
 
     def ranked(flows: Sequence[Flow]) -> list[Flow]:
         best = min((flow.seconds for flow in flows), default=0.0)
-        equal = [flow.shortest() for flow in flows if flow.seconds <= best * _EQUAL]
+        equal = [flow.with_lowest_latency() for flow in flows if flow.seconds <= best * _EQUAL]
         rest = [flow for flow in flows if flow.seconds > best * _EQUAL]
         return [
             *sorted(equal, key=lambda flow: (flow.way_seconds, flow.seconds)),
@@ -372,7 +379,7 @@ class _Search:
     @cached_property
     def flying(self) -> int:
         """How many micro-batches of a replica are under way at most, see `Passes.map`."""
-        ahead = 1 + -(-self.stages * self.replicas // self.layout.count)
+        ahead = batches_under_way(self.stages, self.replicas, self.layout.count)
         return ahead * len(self.share)
 
     @property
@@ -493,8 +500,8 @@ class _Search:
             raise self._too_little()
         return Flow(self, found)
 
-    def shortest(self, flow: Flow) -> Flow:
-        """Of the stages whose busiest takes no longer, those with the shortest way."""
+    def with_lowest_latency(self, flow: Flow) -> Flow:
+        """Of the stages whose busiest takes no longer, those with the lowest latency of a batch."""
         least = flow.busiest * _ROUNDING
 
         def passing(stage: int, end: int) -> Floats:
@@ -514,7 +521,7 @@ class _Search:
 
     @property
     def bound(self) -> float:
-        """Seconds of a batch with the best cuts of these, if memory were no matter."""
+        """Seconds of a batch with the best cuts of these, without a memory limit."""
         return self.free.seconds
 
     def _too_little(self) -> ShortError:
@@ -537,9 +544,9 @@ class _Search:
             f"no plan for inference fits the memory: at best, the stage of {labels[first]} to "
             f"{labels[last]} takes {show_bytes(needed)}, and {device} may hold "
             f"{show_bytes(self.caps[stage])}: {show_bytes(short[stage])} too little. Of these, "
-            f"weights are {show_bytes(weights)}, and the states of {self.groups} groups as large "
-            f"as the example {show_bytes(states)}. Use more devices, a higher memory_limit=, a "
-            "smaller in_flight=, or an example with fewer rows or shorter texts"
+            f"weights are {show_bytes(weights)}, and the states of {self.groups} groups of "
+            f"{self.group_rows} rows {show_bytes(states)}. Use more devices, a higher "
+            "memory_limit=, a smaller in_flight=, or an example with fewer rows or shorter texts"
         )
         return ShortError(text, short[stage])
 
@@ -595,9 +602,9 @@ class Flow:
     search: _Search
     edges: Sequence[int]
 
-    def shortest(self) -> Flow:
-        """As fast a flow with the shortest way."""
-        return self.search.shortest(self)
+    def with_lowest_latency(self) -> Flow:
+        """As fast a flow with the lowest latency of a batch."""
+        return self.search.with_lowest_latency(self)
 
     @cached_property
     def busiest(self) -> float:
@@ -633,7 +640,7 @@ class Flow:
     def candidate(self, chosen: Flow) -> Candidate:
         """What a plan says of it, in which `chosen` was chosen."""
         excess = self.seconds / chosen.seconds - 1
-        why = f"{excess:.1%} slower" if excess > 0 else "as fast, with a longer way"
+        why = f"{excess:.1%} slower" if excess > 0 else "as fast, with a higher latency"
         if excess < 0:
             why = f"{-excess:.1%} faster, which may be noise, or is not asked for"
         return Candidate(

@@ -219,7 +219,8 @@ def _compared_with(found: Candidate, best: Plan) -> Candidate:
     if seconds is None:
         return found
     was_chosen = found.why == "chosen"  # of its own kind, or, if there are several plans, of one
-    if found in best.considered if was_chosen else seconds == chosen:
+    is_final = found in best.considered if was_chosen else seconds == chosen
+    if is_final:
         return found
     if seconds > chosen:
         return replace_fields(found, why=f"{seconds / chosen - 1:.1%} slower")

@@ -27,6 +27,7 @@ from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.profile.shadow import shadow
 from penstock.runner import Runner, Started
+from penstock.workers.backend import timeout_of
 from penstock.workers.gate import gate_of
 from penstock.workers.placement import place
 from penstock.workers.threads.workers import ThreadWorkers
@@ -34,7 +35,6 @@ from penstock.workers.threads.workers import ThreadWorkers
 _ROUNDS = 2
 _WARM_UPS, _STEPS = 2, 3  # of a plan in a row
 _FLOWING = 8  # batches of a flow in a row, besides those that fill the stages
-_TIMEOUTS = 50  # times what was predicted
 
 
 def measured(
@@ -87,7 +87,7 @@ def _times(program: Program, leaves: Sequence[Any], plan: Plan) -> list[float]:
     """The seconds of some steps in a row, or from batch to batch in a flow."""
     devices = [torch.device(name) for name in plan.devices]
     place(program, plan.cuts, [devices[worker] for worker in plan.placement])
-    timeout = max(60.0, _TIMEOUTS * plan.predicted_step_seconds)
+    timeout = timeout_of(plan, None)
     threads = plan.threads or threads_per_worker(devices)
     workers = ThreadWorkers(plan, devices, threads, timeout, gate_of(program.model))
     runner = Runner(program, plan, workers)

@@ -15,7 +15,7 @@ import torch
 from penstock.capture import ROWS, Program, Ref, Sizes, TensorInfo
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import INPUTS
-from penstock.capture.cuts import Apart, Cuts
+from penstock.capture.cuts import Cuts, KeptInStages
 from penstock.capture.explain import first_used
 from penstock.capture.one_replica import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
@@ -479,7 +479,7 @@ def bytes_across(
     sizes, places = program.sizes(_MANY), range(len(program) + 1)
     cuts = program.cuts
     if inference and (kept := _kept(program, states)):
-        cuts = Cuts(program.train, apart=Apart(outputs=frozenset(kept)))
+        cuts = Cuts(program.train, apart=KeptInStages(outputs=frozenset(kept)))
     return tuple(cuts.num_bytes(k, sizes, boundary_dtype) / _MANY for k in places)
 
 

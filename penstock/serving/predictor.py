@@ -14,7 +14,7 @@ from penstock.capture.trees import tree_leaves
 from penstock.errors import ClosedError, StatesLost
 from penstock.generation.generate import Tokens
 from penstock.serving.refusal import Refusal
-from penstock.sessions.session import Pass, Sessions
+from penstock.sessions.session import SessionPass, Sessions
 
 _MOST_BEGINNINGS = 5
 
@@ -46,7 +46,7 @@ class Prediction:
 @dataclass(eq=False)
 class _Started:
     job: Prediction
-    under_way: Pass
+    under_way: SessionPass
     begun: int
 
 

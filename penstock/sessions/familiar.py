@@ -100,7 +100,11 @@ class Familiar:
         return True
 
     def _countable(self) -> list[Any]:
-        return [value for value in self._inner if isinstance(value, (list, dict))]
+        """What may grow: containers, and the attributes of objects."""
+        found = [
+            v if isinstance(v, (list, dict)) else getattr(v, "__dict__", None) for v in self._inner
+        ]
+        return [each for each in found if each is not None]
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs | None:
         """The leaves of a call's arguments; `None` if they are unlike those of the last one."""

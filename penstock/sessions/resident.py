@@ -16,6 +16,8 @@ from penstock.engine.residents import Operand, Operation, Shape
 from penstock.errors import InputError
 from penstock.torch_internals import wrapper_subclass
 
+_CLONE = Operation("aten::clone", "default", (Operand(),), {})
+
 
 class _Held(weakref.ref["Value"]):
     """A value that somebody has, and what is known of it.
@@ -76,9 +78,12 @@ class Value:
         shape: of the value.
         made: how its sizes depend on those of the inputs of the pass that made it.
         living: is told when nobody has it any more.
+
+    Attributes:
+        is_copied: whether the script has copies of it, so that no forward may change it in place.
     """
 
-    __slots__ = ("__weakref__", "living", "made", "number", "replica", "stage")
+    __slots__ = ("__weakref__", "is_copied", "living", "made", "number", "replica", "stage")
 
     def __init__(
         self,
@@ -94,10 +99,12 @@ class Value:
         self.replica = replica
         self.made = made
         self.living = living
+        self.is_copied = False
         living.add(self, shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Value:
-        """Itself: workers do not change a value that they keep."""
+        """Itself: whoever reads it next has the worker copy it first, see `Seen.on_worker`."""
+        self.is_copied = True
         return self
 
 
@@ -111,6 +118,10 @@ class Seen(NamedTuple):
 
     value: Value
     operations: tuple[Operation, ...] = ()
+
+    def on_worker(self) -> tuple[Operation, ...]:
+        """What the worker does to the value before a forward reads it, and may change it."""
+        return (_CLONE, *self.operations) if self.value.is_copied else self.operations
 
 
 class Resident(torch.Tensor):
@@ -162,11 +173,16 @@ class Resident(torch.Tensor):
             raise InputError(_cannot(func)) from error
         if not isinstance(result, torch.Tensor):
             raise InputError(_cannot(func))
-        args, kwargs = map_leaves(lambda x: Operand() if x is one else x, given)
+        args, kwargs = map_leaves(lambda x: Operand() if x is one else _kept(x), given)
         name, _, overload = func.name().partition(".")
         operation = Operation(name, overload or "default", tuple(args), kwargs)
         seen = one.seen._replace(operations=(*one.seen.operations, operation))
         return Resident(Shape.of(result), one.device, seen)
+
+
+def _kept(leaf: Any) -> Any:
+    """An argument of an operation that is done later, until when the script may change tensors."""
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _on_meta(leaf: Any) -> Any:

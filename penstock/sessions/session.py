@@ -16,7 +16,7 @@ from penstock.account.record import CALL
 from penstock.capture import Program, Ref, Sizes, Trace
 from penstock.capture.attributes import find
 from penstock.capture.calls import INPUTS, TensorInfo
-from penstock.capture.cuts import Apart
+from penstock.capture.cuts import KeptInStages
 from penstock.capture.dims import BatchDim, Dynamic
 from penstock.capture.signatures import Inputs
 from penstock.capture.states import states_in
@@ -42,7 +42,7 @@ _CALL = "a call of a session"
 
 
 @dataclass
-class Pass:
+class SessionPass:
     """A pass of a session that is under way.
 
     Attributes:
@@ -151,7 +151,7 @@ class Sessions:
         kwargs: Mapping[str, Any],
         lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None = None,
         weights_stay: bool = False,
-    ) -> Pass:
+    ) -> SessionPass:
         """Start a pass, which is not waited for.
 
         Args:
@@ -179,7 +179,7 @@ class Sessions:
         lengths_in: Callable[[Mapping[str, Any]], Dynamic] | None,
         step: int | None = None,
         weights_stay: bool = False,
-    ) -> Pass:
+    ) -> SessionPass:
         """Start a pass; with the random numbers of this step, if it is given."""
         runner, training = self._runner, self._program.model.training
         session.replica %= runner.plan.replicas  # there may have been more of them
@@ -223,7 +223,7 @@ class Sessions:
                 self._lose(states, way)
                 raise
             sizes = order.microbatches[0].sizes
-            return Pass(
+            return SessionPass(
                 *(session, started, way, leaves, sizes, states, args, kwargs, number, training),
                 *(familiar is not None, assumed, self._passes, lengths_in),
                 runner.workers.times_sent,
@@ -245,7 +245,7 @@ class Sessions:
         is_same = all(before.get(name, state) == state for name, state in now.items())
         return self._weights_since if is_same and self._weights_since is not None else number
 
-    def _confirmed(self, done: Pass) -> Pass:
+    def _confirmed(self, done: SessionPass) -> SessionPass:
         """A pass that the model as it is now makes: this one, or else another in its place.
 
         Raises:
@@ -262,14 +262,14 @@ class Sessions:
             raise
         if not self._give_up(done) and are_others:
             raise StatesLost(
-                "the model has changed while passes of several sessions were under way, and one of "
-                "them has failed with it, so all were given up. Begin these sessions again"
+                "the model changed while passes of several sessions were under way; one of them "
+                "failed, so all were given up. Begin these sessions again"
             )
         done.session.familiar = None
         step = done.started.order.microbatches[0].key.step
         return self._begun(done.session, done.args, done.kwargs, done.lengths_in, step)
 
-    def _is_as_assumed(self, done: Pass) -> bool:
+    def _is_as_assumed(self, done: SessionPass) -> bool:
         """Whether the model is as when the way was recorded, and as the workers knew it.
 
         The model is looked at once for all passes that were started before.
@@ -287,7 +287,7 @@ class Sessions:
             return True
         return False
 
-    def _give_up(self, done: Pass) -> bool:
+    def _give_up(self, done: SessionPass) -> bool:
         """End a pass whose result nobody wants; whether it has ended well."""
         try:
             self._runner.finish(done.started)
@@ -370,7 +370,9 @@ class Sessions:
                 parts[k] = value
             batch = replace(batch, parts=[parts])
 
-    def _apart(self, leaves: Sequence[Any], parts: Collection[int | str], trace: Trace) -> Apart:
+    def _apart(
+        self, leaves: Sequence[Any], parts: Collection[int | str], trace: Trace
+    ) -> KeptInStages:
         """The states among the inputs and the results of a way."""
         inputs = frozenset(k for k, leaf in enumerate(leaves) if isinstance(leaf, Resident))
         states = states_in(trace, parts)
@@ -381,7 +383,7 @@ class Sessions:
             and (k in states or leaf.call == INPUTS)
             and isinstance(trace.info(leaf), TensorInfo)
         )
-        return Apart(inputs, kept)
+        return KeptInStages(inputs, kept)
 
     def _states(self, way: Way, leaves: Sequence[Any], first: int) -> States:
         taken: dict[int, int] = {}
@@ -389,11 +391,11 @@ class Sessions:
         for k in way.taken:
             seen: Seen = leaves[k].seen
             taken[k] = seen.value.number
-            if seen.operations:
-                after[k] = seen.operations
+            if operations := seen.on_worker():
+                after[k] = operations
         return States(taken, after, first, self._living.taken())
 
-    def finish(self, done: Pass) -> Any:
+    def finish(self, done: SessionPass) -> Any:
         """Wait for a pass; returns the model's result, with its states as `Resident`s."""
         if done.assumed:
             done = self._confirmed(done)
@@ -419,7 +421,7 @@ class Sessions:
             )
         return result
 
-    def _leaves_of(self, done: Pass, outcome: Outcome) -> list[Any]:
+    def _leaves_of(self, done: SessionPass, outcome: Outcome) -> list[Any]:
         """The leaves of the model's result, of which states are `Resident`s."""
         origins, shapes, (values,) = done.way.origins, outcome.kept, outcome.parts
         first, replica, living = done.states.first, done.session.replica, self._living
@@ -441,10 +443,11 @@ class Sessions:
         """One pass, on all processes that run the script; all get the result."""
         if self.together.follows:
             return self._followed(session, args, kwargs)
-        if self.together.is_alone:
-            return self.finish(self.start(session, args, kwargs))
-        with self.together.leading(_CALL):
-            return self.finish(self.start(session, args, kwargs))
+        with self._runner.given_up():
+            if self.together.is_alone:
+                return self.finish(self.start(session, args, kwargs))
+            with self.together.leading(_CALL):
+                return self.finish(self.start(session, args, kwargs))
 
     def _followed(self, session: Session, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same in a process that does its part of what another one does."""
@@ -464,7 +467,7 @@ class Sessions:
                 f"{self._runner.workers.role.name}, and {start.leaves} on the rank with the first "
                 "stage; give every rank the same arguments"
             )
-        done = Pass(
+        done = SessionPass(
             *(session, started, way, leaves, start.batch.sizes[0], start.states),
             *(args, kwargs, start.batch.ways[0], start.training),
         )
@@ -478,7 +481,7 @@ class Sessions:
             return list(leaves)
         numbers = [r.seen.value.number for r in residents]
         with self.together.broadcasting(Fetch(numbers)):
-            found = self._runner.workers.fetch_states(numbers)
+            found = self._runner.surviving(lambda: self._runner.workers.fetch_states(numbers))
         result = []
         for leaf in leaves:
             if isinstance(leaf, Resident):
@@ -504,7 +507,7 @@ class Sessions:
 
     def refresh(self) -> None:
         """Have present weights in the model of this process, which runs parts of it itself."""
-        self._runner.alone(lambda: self._runner.workers.refresh(self._program.model))
+        self._runner.between_passes(lambda: self._runner.workers.refresh(self._program.model))
 
     def held(self) -> Mapping[int, int]:
         """The bytes of the states that the script has, by stage."""

@@ -18,7 +18,7 @@ import torch
 
 from penstock.account.record import CALL
 from penstock.capture import Program
-from penstock.capture.cuts import Apart
+from penstock.capture.cuts import KeptInStages
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch
 from penstock.engine.orders import Order, Outcome
@@ -48,7 +48,7 @@ class Start:
 
     batch: Batch
     training: bool
-    apart: Mapping[int, Apart]
+    apart: Mapping[int, KeptInStages]
     states: States
     replica: int
     values: Sequence[Values]

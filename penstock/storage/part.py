@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import shutil
 import threading
 from collections import OrderedDict
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -127,13 +130,15 @@ class Part:
         if tensors:
             self.workplace.mkdir()
             new = self.workplace / weights.name
-            save_file(_plain(tensors), os.fspath(new), {"format": "pt"})
+            save_file(_apart(tensors), os.fspath(new), {"format": "pt"})
             sync(new)
             new.replace(weights)
             self.workplace.rmdir()
             files[weights.name] = entry(weights)
         if any(states.values()):
-            torch.save(on_cpu(compact(states)), optimizers)
+            found = on_cpu(compact(plain(states)))
+            _check_loads(found)
+            torch.save(found, optimizers)
             sync(optimizers)
             files[optimizers.name] = entry(optimizers)
         size = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -161,6 +166,40 @@ def _reason(error: Exception) -> str:
     if "inline_container" in str(error):  # torch.save keeps what the system said to itself
         return "torch.save could not write all of it; the disk may be full, or a quota reached"
     return f"{type(error).__name__}: {error}"
+
+
+def plain(value: Any) -> Any:
+    """With Python's own numbers instead of numpy's, which `torch.load` takes for code."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (dict, OrderedDict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    return value
+
+
+def _check_loads(states: States) -> None:
+    """Raise if a load, which runs no code, could not read what `torch.save` writes of these.
+
+    Raises:
+        TypeError: it could not.
+    """
+    buffer = io.BytesIO()
+    torch.save(_mapped(states, lambda tensor: torch.empty(0, dtype=tensor.dtype)), buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            "an optimizer remembers more than plain data (numbers, texts, tensors, and lists, "
+            f"tuples and dictionaries of them): {error_in_short(error)}"
+        ) from error
+
+
+def error_in_short(error: Exception) -> str:
+    """What `torch.load` finds wrong with data that would run code."""
+    code = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+    return f"it has a {code[1]}" if code else str(error).strip().splitlines()[0]
 
 
 def copied(value: Any) -> Any:
@@ -194,14 +233,14 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
-def _plain(tensors: Tensors) -> dict[str, torch.Tensor]:
+def _apart(tensors: Tensors) -> dict[str, torch.Tensor]:
     """On the CPU, contiguous, and each in memory of its own."""
     found: dict[str, torch.Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.data_ptr() in addresses:
-            plain = plain.clone()
-        addresses.add(plain.data_ptr())
-        found[name] = plain
+        own = tensor.detach().cpu().contiguous()
+        if own.data_ptr() in addresses:
+            own = own.clone()
+        addresses.add(own.data_ptr())
+        found[name] = own
     return found

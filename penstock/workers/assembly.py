@@ -19,7 +19,7 @@ from penstock.devices.memory import in_use
 from penstock.devices.timing import DeviceLog
 from penstock.engine.compile import Run, compile_actions
 from penstock.engine.ends import Endings, Feed, LossFailed, Outlet
-from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.engine.replicas import ONLY, Replica
 from penstock.engine.residents import Residents
 from penstock.engine.stage import Held, Stage
@@ -93,7 +93,7 @@ class Assembly:
                 self.stages[index] = replica.stage(index, source, sink)
                 self.stages[index].giving = LOSS if index == self._last else SENDING
                 self.stages[index].residents = self._residents[worker]
-        self._compiled: dict[tuple[int, Pass, tuple[int, ...], int], _Compiled] = {}
+        self._compiled: dict[tuple[int, PassKind, tuple[int, ...], int], _Compiled] = {}
         self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
     def add(self, way: NewWay) -> None:
@@ -150,7 +150,7 @@ class Assembly:
             record.hold(*memory)
         return outcome
 
-    def _compile(self, worker: int, what: Pass, share: Sequence[int], most: int) -> _Compiled:
+    def _compile(self, worker: int, what: PassKind, share: Sequence[int], most: int) -> _Compiled:
         """A worker's actions and callables; the schedule is proven first.
 
         Args:

@@ -1,12 +1,12 @@
-"""The interface of all kinds of workers: threads, processes, ranks, each in a folder of its own.
+"""The interface of all kinds of workers: threads, processes, ranks, and actors of a Ray cluster.
 
 A `Backend` has workers without a plan. It measures the links between them, lets all processes that
 run the script agree on a plan, and starts the workers on it. Then they are `Workers`, which run
 passes, step optimizers and write checkpoints. Above this module nobody asks which kind they are.
 
-*The script's processes.* Threads and worker processes are driven by one process, which has the
-whole model. Under torchrun every rank runs the script, has some of the stages, and calls the same
-methods in the same order; `Workers.role` says which part this process has.
+*The script's processes.* Threads, worker processes and actors are driven by one process, which has
+the whole model. Under torchrun every rank runs the script, has some of the stages, and calls the
+same methods in the same order; `Workers.role` says which part this process has.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.clipping import Clipping
 from penstock.workers.members import Member
-from penstock.workers.memories import Left
+from penstock.workers.memories import SideEffects
 from penstock.workers.optimizer_parts import Groups, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.probe import LinkProbe
@@ -49,8 +49,8 @@ Kind = Literal["auto", "threads", "processes", "torchrun", "ray"]
 """Who runs the stages: threads of this process, processes of this machine, torchrun's ranks, or
 actors of a Ray cluster."""
 
-_TIMEOUT = 60.0  # seconds that a pass may take at least, unless the user says otherwise
-TIMEOUTS = 50  # of predicted steps
+_LEAST_TIMEOUT = 60.0  # seconds that a pass may take, unless the user says otherwise
+_PREDICTED = 50  # times what is predicted that it may take
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class Backend(ABC):
         """Have only the workers that a plan needs, where that is left to it.
 
         Args:
-            plan: what `agree` will be given.
+            plan: that `broadcast_plan` will be given.
             is_given: whether it is the user's, who may have given other devices.
 
         Raises:
@@ -244,9 +244,16 @@ class DrivenBackend(Backend):
         """The device of every worker: the plan may have put them into another order."""
         return [self._devices[k] for k in order_of(list(map(str, self._devices)), plan)]
 
-    def timeout(self, plan: Plan, given: float | None) -> float:
-        """Seconds that a pass may take: what the user says, or as many as the plan lets expect."""
-        return given or max(_TIMEOUT, TIMEOUTS * plan.predicted_step_seconds)
+
+def timeout_of(plan: Plan, given: float | None, least: float = _LEAST_TIMEOUT) -> float:
+    """The seconds that a pass may take.
+
+    Args:
+        plan: that it runs.
+        given: what the user says; `None` for many times as long as the plan predicts.
+        least: seconds that it may take in that case, however little is predicted.
+    """
+    return given or max(least, _PREDICTED * plan.predicted_step_seconds)
 
 
 def order_of(names: Sequence[str], plan: Plan) -> list[int]:
@@ -400,7 +407,7 @@ class Workers(ABC):
     def give_up(self, why: BaseException) -> None:
         """Give up the passes that are under way, and undo them, as nobody can `finish` them."""
 
-    def alone(self) -> AbstractContextManager[None]:
+    def modules_idle(self) -> AbstractContextManager[None]:
         """While open, no worker is amid a module of this process: the script may change them.
 
         Raises:
@@ -431,13 +438,13 @@ class Workers(ABC):
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of values that stay with the workers; none of their passes is under way."""
 
-    def left(self) -> Left:
+    def left(self) -> SideEffects:
         """What forwards, losses and hooks have left with these workers, before others come.
 
         Raises:
             InputError: some of it cannot be brought from them.
         """
-        return Left()
+        return SideEffects()
 
     @property
     def are_leaving(self) -> bool:
@@ -484,7 +491,7 @@ class Workers(ABC):
             for buffer, content in present:
                 buffer.data.copy_(content)
 
-    def remembered(self) -> Left:
+    def remembered(self) -> SideEffects:
         """As `left`, as it was after the last pass, although a worker has died.
 
         All that only the workers have had is in this process afterwards, as it was before the work
@@ -494,7 +501,7 @@ class Workers(ABC):
             WorkerDied: some of it is lost.
             InputError: some of it cannot be brought from them.
         """
-        return Left()
+        return SideEffects()
 
     # -- parameters -------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Left:
+class SideEffects:
     """What forwards, losses and hooks have left with workers that are about to go.
 
     Attributes:

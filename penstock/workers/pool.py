@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from penstock.errors import TORN, ClosedError, WorkerDied, WorkerTimeout, closed
+from penstock.errors import BY_USER, TORN, ClosedError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
 from penstock.workers.heartbeat import STOPPED
 
@@ -20,7 +20,7 @@ class Late(Exception):  # noqa: N818 - never reaches a user: WorkerTimeout does
     """No worker reported in time."""
 
 
-class Result(NamedTuple):
+class JobResult(NamedTuple):
     """What one worker's job returned, or raised."""
 
     value: Any
@@ -44,7 +44,7 @@ class Dispatch:
     def __init__(self, number: int) -> None:
         self.number = number
         self.given: set[int] = set()
-        self.results: dict[int, Result] = {}
+        self.results: dict[int, JobResult] = {}
 
     @property
     def waits_for(self) -> list[int]:
@@ -92,6 +92,10 @@ class Pool(ABC):
         """
         if self._closed_because:
             raise closed(self._closed_because)
+
+    def all_alive(self) -> bool:
+        """Whether they are not closed, and none has ended, as far as is known."""
+        return self._closed_because is None
 
     def run(
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
@@ -289,7 +293,7 @@ class Pool(ABC):
         """Why the workers cannot go on after a failure, if they cannot."""
         return None
 
-    def close(self, why: str = "close() was called") -> None:
+    def close(self, why: str = BY_USER) -> None:
         """Let the workers go, for good; `why` is what later calls will say."""
         if self._closed_because is None:
             self._closed_because = why

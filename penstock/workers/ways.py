@@ -13,7 +13,7 @@ from torch import nn
 from penstock.capture import Attribute, Join, Program, Ref, Sizes, Trace, Value
 from penstock.capture.attributes import find, named_tensors
 from penstock.capture.calls import Size
-from penstock.capture.cuts import NOTHING, Apart
+from penstock.capture.cuts import NOTHING, KeptInStages
 from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble
 from penstock.capture.numbers import PASSED, Number
@@ -99,7 +99,7 @@ class Way:
     trace: Trace
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    apart: Apart = NOTHING
+    apart: KeptInStages = NOTHING
     taken: Mapping[int, int] = field(default_factory=dict)
     kept: Mapping[int, int] = field(default_factory=dict)
     crossing: frozenset[str] = frozenset()
@@ -193,23 +193,25 @@ class Ways:
         self.not_recorded: dict[int, str] = {}
         self._deferrals = [Deferral() for _ in plan.stages]
         self.traces: list[Trace] = [] if before is None else list(before.traces)
-        self._apart: list[Apart] = [] if before is None else list(before._apart)
+        self._apart: list[KeptInStages] = [] if before is None else list(before._apart)
         self._ways: list[Way] = []  # as many of them as the workers know
         self._confirmed = 0
         self._void: set[int] = set() if before is None else set(before._void)
         if before is None:
             self._add(program.trace(training))
         else:
-            self._let_know(0)
+            self.announce(0)
 
     def __getitem__(self, number: int) -> Way:
-        self._let_know(number)
+        self.announce(number)
         return self._ways[number]
 
     def __len__(self) -> int:
         return len(self.traces)
 
-    def taken(self, leaves: Sequence[Any], apart_of: Callable[[Trace], Apart] | None = None) -> int:
+    def taken(
+        self, leaves: Sequence[Any], apart_of: Callable[[Trace], KeptInStages] | None = None
+    ) -> int:
         """The number of the way that a micro-batch with these input leaves takes.
 
         Args:
@@ -221,11 +223,11 @@ class Ways:
         for number, known in enumerate(self.traces):
             is_it = known is trace and self._apart[number] == apart
             if is_it and number not in self._void:
-                self[number]
+                self.announce(number)
                 return number
         return self._add(trace, apart)
 
-    def follow(self, number: int, leaves: Sequence[Any], apart: Apart = NOTHING) -> None:
+    def follow(self, number: int, leaves: Sequence[Any], apart: KeptInStages = NOTHING) -> None:
         """Have under this number the way that another process takes with these input leaves.
 
         If the model here takes another way, or has missed some, these numbers are void.
@@ -302,16 +304,16 @@ class Ways:
             )
         return first
 
-    def _add(self, trace: Trace, apart: Apart = NOTHING) -> int:
+    def _add(self, trace: Trace, apart: KeptInStages = NOTHING) -> int:
         """Have one more way; returns its number."""
         number = len(self)
-        self._let_know(number - 1)
+        self.announce(number - 1)
         self._cut(trace, apart)
         self.traces.append(trace)
         self._apart.append(apart)
         return number
 
-    def _let_know(self, number: int) -> None:
+    def announce(self, number: int) -> None:
         """Let the workers know this way, and those before it, in order.
 
         One before it that they cannot have is void: the batch that takes it raises the error.
@@ -340,7 +342,7 @@ class Ways:
         else:
             span.recorded_on = home
 
-    def _cut(self, trace: Trace, apart: Apart = NOTHING) -> None:
+    def _cut(self, trace: Trace, apart: KeptInStages = NOTHING) -> None:
         """Cut a way into spans, and let the workers know it."""
         plan, program = self._plan, self._program
         splits = plan.splits_backward and not self._graphs  # what is recorded is one piece

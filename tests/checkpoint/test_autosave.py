@@ -106,7 +106,7 @@ def test_the_newest_that_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "10"])
 def test_every_is_a_number_of_steps(tmp_path: Path, every: Any) -> None:
-    with pytest.raises(ps.InputError, match="is no number of steps"):
+    with pytest.raises(ps.InputError, match="must be a positive integer"):
         Autosave(tmp_path, every, {})
 
 
@@ -126,6 +126,60 @@ def test_it_can_be_ended(tmp_path: Path) -> None:
 def _noted(saved: list[int], trained: int, folder: Path, background: bool) -> None:
     assert background
     saved.append(trained)
+
+
+def test_a_position_that_was_restored_is_saved_again_before_it_is_used() -> None:
+    torch.manual_seed(1)
+    batches = ps.Batches(shuffled())
+    seen, state, generator = [], {}, torch.get_rng_state()
+    for number, batch in enumerate(batches):
+        seen.append(batch)
+        if number == 0:
+            state, generator = batches.state_dict(), torch.get_rng_state()
+    for _ in range(2):  # restored, and saved as it is
+        batches = ps.Batches(shuffled())
+        batches.load_state_dict(state)
+        state = batches.state_dict()
+        assert batches.undone.state_dict() == state
+    torch.set_rng_state(generator)  # as a checkpoint does
+    assert all(map(torch.equal, batches, seen[1:]))
+
+
+def test_batches_that_cannot_be_left_out_leave_the_position_and_the_generators() -> None:
+    batches = ps.Batches([1, 2, 3])
+    state: dict[str, Any] = {}
+    for number in batches:
+        if number == 2:
+            state = batches.state_dict()
+    shorter = ps.Batches([1])
+    shorter.load_state_dict(state)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(ps.InputError, match="the loader has 1"):
+        list(shorter)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert shorter.state_dict() == state
+
+
+def test_the_last_save_is_tried_again_if_an_earlier_one_had_failed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    auto = Autosave(tmp_path, 100, {})
+    asked: list[bool] = []
+
+    def save(folder: Path, background: bool) -> None:
+        asked.append(background)
+        if len(asked) == 1:
+            raise ps.CheckpointError("the quota was reached")
+
+    with run.pipe:
+        auto.on_sigterm(lambda: True, grace=60.0)
+        run.pipe._workers.request_stop()
+        with (
+            pytest.warns(UserWarning, match="the quota was reached. It is saved once more"),
+            pytest.raises(SystemExit),
+        ):
+            auto.before_step(7, run.pipe.model, run.pipe._workers, save)
+    assert asked == [False, False]
 
 
 def test_mistakes_with_batches() -> None:

@@ -6,9 +6,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from penstock.storage import part
 from penstock.storage.folder import INDEX, SAVING, Folder
 from penstock.storage.part import Part
 from tests.checkpoint.steps import Run
+from tests.workers.ranks.test_torchrun import assert_equal
 
 
 class Killed(BaseException):
@@ -221,3 +224,106 @@ def test_an_index_that_is_not_what_was_written(run: Run, tmp_path: Path, what: s
         read_all(run, tmp_path)
     after = run.pipe.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+class Phase(Enum):
+    """What an optimizer may remember, and no load reads: it would be code."""
+
+    WARM = 1
+
+
+class Noting(torch.optim.SGD):
+    """Remembers something of every parameter."""
+
+    def __init__(self, parameters: Any, note: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.note = note
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["note"] = self.note
+        return result
+
+
+@pytest.mark.parametrize("kind", ["plain", "of the pipeline"])
+def test_what_no_load_could_read_is_not_saved(run: Run, tmp_path: Path, kind: str) -> None:
+    def made(note: Any) -> torch.optim.Optimizer:
+        if kind == "plain":
+            return Noting(run.pipe.parameters(), note)
+        return run.pipe.optimizer(Noting, note=note)
+
+    good, bad = made(np.float32(0.5)), made(Phase.WARM)
+    run.go(1)
+    for optimizer in (good, bad):
+        optimizer.step()
+    run.pipe.save(tmp_path, optimizer=good)
+    with pytest.raises(ps.CheckpointError, match=r"remembers more than plain data .*Phase"):
+        run.pipe.save(tmp_path, optimizer=bad)
+    saved = ps.load(tmp_path)
+    assert saved.number == 1
+    assert {values["note"] for values in saved.optimizer_state()["state"].values()} == {0.5}
+    saved.restore(run.pipe, optimizer=good)
+
+
+def test_an_interrupted_wait_for_a_save_does_not_forget_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, goes_on = saver._notes, threading.Event()
+
+    def slow(*given: Any) -> Any:
+        goes_on.wait(60)
+        return notes(*given)
+
+    def interrupted(save: ps.Save) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saver, "_notes", slow)
+    run.save(tmp_path / "a", background=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.Save, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(tmp_path / "b")
+    threading.Timer(0.3, goes_on.set).start()
+    run.pipe.close()
+    assert check(tmp_path / "a") == 1
+
+
+class Refusing:
+    """Has a state that can be loaded, or not."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.value, self.refuses = 0, refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+        if self.refuses:
+            raise RuntimeError("not this")
+
+
+def test_a_thing_that_refuses_its_state_leaves_everything_as_it_was(
+    run: Run, tmp_path: Path
+) -> None:
+    first, second = Refusing(), Refusing()
+    run.pipe.save(tmp_path, **run.things, first=first, second=second)
+    run.go(1)
+    before, first.value, second.value = run.state(), 1, 2
+    second.refuses = True
+    generator = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="not this"):
+        ps.load(tmp_path).restore(run.pipe, **run.things, first=first, second=second)
+    assert_equal("everything", run.state(), before)
+    assert (first.value, torch.equal(torch.get_rng_state(), generator)) == (1, True)
+
+
+def test_what_a_checkpoint_gives_is_not_its_own(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path)
+    saved = ps.load(tmp_path)
+    saved.data["data"]["losses"].append(1.0)
+    saved.state("scheduler").clear()
+    assert saved.data["data"]["losses"] == run.losses
+    assert saved.state("scheduler")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.recorder import Recorder
-from penstock.comparison.compare import rows_in_order
+from penstock.comparison.compare import compare_results, gap, rows_in_order
 from penstock.comparison.reference import one_device
 from penstock.oracle import Oracle, row_dim
 from penstock.passes import Passes
@@ -210,3 +210,17 @@ def test_objects_in_results_are_put_together() -> None:
     assert torch.equal(kept.layers[0], noisy * 2)
     assert torch.equal(kept.layers[1]["sum"], noisy.sum(1))
     assert kept.name == "kept"
+
+
+def test_how_far_results_are_apart_where_both_are_infinite_or_undefined() -> None:
+    inf, nan = float("inf"), float("nan")
+    ours = torch.tensor([1.0, inf, -inf, nan])
+    assert gap(ours, ours + torch.tensor([0.5, 0.0, 0.0, 0.0])) == 0.5
+    assert gap(ours, torch.tensor([1.0, inf, inf, nan])) == inf
+    assert gap(ours, torch.tensor([nan, inf, -inf, nan])) == inf
+
+
+def test_a_result_of_another_structure() -> None:
+    found = compare_results("results", (torch.ones(1), torch.ones(1)), [torch.ones(1)])
+    assert not found.ok
+    assert "its structure" in str(found)

@@ -1,6 +1,6 @@
-"""Runs of every kind of workers through random events, and the table in docs/elastic-runs.md.
+"""Runs of every kind of workers through random events, and the table in out/elastic.md.
 
-python -m tests.elastic [--runs 2] [--output docs/elastic-runs.md]
+python -m tests.elastic [--runs 2] [--output out/elastic.md]
 """
 
 from __future__ import annotations

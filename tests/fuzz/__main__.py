@@ -1,6 +1,6 @@
 """Sends hostile messages to everything that listens in real jobs, and says what became of these.
 
-python -m tests.fuzz [--messages 10000] [--only ranks] [--json] [--output docs/fuzz.md]
+python -m tests.fuzz [--messages 10000] [--only ranks] [--json] [--output out/fuzz.md]
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def embedding() -> Names:
 
 
 def language_model() -> Names:
-    """A small GPT-2, tokens, and the tokens that should follow."""
+    """A small GPT-2, an example batch of tokens, others, and the tokens that should follow."""
     config = transformers.GPT2Config(
         n_layer=2,
         n_embd=16,
@@ -128,6 +128,7 @@ def language_model() -> Names:
         "nn": nn,
         "F": F,
         "ps": ps,
+        "example": tokens,
         "transformers": transformers,
         "config": config,
         "tokens": tokens,

@@ -18,6 +18,7 @@ ROOT = Path(penstock.__file__).parent
 LAYERS = [
     [
         *("errors", "display", "units", "forks", "files", "names", "devices", "loading"),
+        "cadence",
         *("oracle", "porting", "torch_internals"),
     ],
     ["capture"],

@@ -131,7 +131,7 @@ def test_the_way_of_a_batch_is_as_design_says() -> None:
     assert way[11] in first
 
 
-@pytest.mark.parametrize("title", ["Processes:", "Ranks:"])
+@pytest.mark.parametrize("title", ["Processes:", "Ranks:", "Actors of a Ray cluster:"])
 def test_what_other_kinds_do_instead_exists(title: str) -> None:
     instead = hops(title, DESIGN.read_text())
     assert sorted(instead) == [7, 8, 11]
@@ -139,3 +139,25 @@ def test_what_other_kinds_do_instead_exists(title: str) -> None:
         owner, name = function.split(".")
         code = (ROOT / file).read_text()
         assert re.search(rf"^class {owner}\b.*?^    def {name}\(", code, re.M | re.S), function
+
+
+def test_everything_is_where_design_says() -> None:
+    """Each name of "Where to look" is defined in the file that stands beside it."""
+    table = DESIGN.read_text().partition("## Where to look")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for _, file, names in rows:
+        (path,) = re.findall(r"`(.+?)`", file)
+        code = (ROOT / path).read_text()
+        for name in re.findall(r"`(.+?)`", names):
+            owner, _, method = name.partition(".")
+            defined = rf"^(class|def) {owner}\b" if not method else rf"^    def {method}\("
+            is_there = re.search(rf"{defined}|^{owner}\b.*=", code, re.M)
+            assert is_there, f"{name} is not in {path}"
+
+
+def test_the_table_of_layers_has_all() -> None:
+    table = DESIGN.read_text().partition("checks that every layer imports only")[2]
+    rows = [line.split(" | ")[0] for line in table.partition("\n## ")[0].splitlines()]
+    named = {name for cell in rows for name in re.findall(r"`(.+?)`", cell)}
+    assert set(HEIGHT) - named <= {"names", "torch_internals", "changing", "__main__"}

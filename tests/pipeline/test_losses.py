@@ -329,6 +329,75 @@ def test_running_statistics_of_an_earlier_stage_are_not_for_the_loss() -> None:
         pipe.train_step(X, target=X, loss_fn=penalised)
 
 
+class Penalised:
+    """A loss as an object, which may have been made where another one was."""
+
+    def __init__(self, norm: Any = None) -> None:
+        self.norm = norm
+
+    def __call__(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        more = 0.0 if self.norm is None else self.norm.running_mean.square().sum()
+        return F.mse_loss(out, y) + more
+
+
+def test_a_loss_that_is_made_where_another_was_is_looked_at() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    with make(model) as pipe:
+        for _ in range(50):
+            pipe.train_step(X, target=X, loss_fn=Penalised())
+        for _ in range(50):
+            with pytest.raises(ps.InputError, match="the loss reads 'running_mean'"):
+                pipe.train_step(X, target=X, loss_fn=Penalised(model[1]))
+
+
+def test_losses_of_one_code_over_other_modules_are_not_the_same() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+    def with_statistics(norm: nn.Module) -> Callable[..., torch.Tensor]:
+        def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            mean: Any = norm.running_mean
+            return F.mse_loss(out, y) + mean.square().sum()
+
+        return loss
+
+    with make(model) as pipe:
+        pipe.train_step(X, target=X, loss_fn=with_statistics(nn.BatchNorm1d(6)))
+        with pytest.raises(ps.InputError, match="the loss reads 'running_mean'"):
+            pipe.train_step(X, target=X, loss_fn=with_statistics(model[1]))
+
+
+def test_many_losses_are_not_kept_for_ever() -> None:
+    with make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))) as pipe:
+        for _ in range(70):
+            pipe.train_step(X, target=X, loss_fn=Penalised())
+        assert len(pipe._passes._losses) == 64
+        for factor in range(70):
+            scale = torch.tensor(float(factor))
+            pipe.train_step(X, target=X, loss_fn=lambda out, y, s=scale: F.mse_loss(out, y) * s)
+            pipe.train_step(X, target=X, loss_fn=lambda out, y: F.mse_loss(out, y) * scale)  # noqa: B023
+        assert sum(len(key) for key in pipe._passes._mixing._losses) < 1000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_scripts_own_graph_leaves_gradients_as_they_were(kind: Any) -> None:
+    encoder = nn.Linear(6, 6)
+    with make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), kind) as pipe:
+        h = encoder(X)
+        pipe.train_step(h, target=X, loss_fn=F.mse_loss)
+        before = {name: grad.clone() for name, grad in pipe.gradients().items()}
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            pipe.train_step(h, target=X, loss_fn=F.mse_loss)
+        after = pipe.gradients()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        pipe.train_step(encoder(X), target=X, loss_fn=F.mse_loss)
+
+
+def test_a_model_without_parameters_has_no_gradients() -> None:
+    with make(nn.Sequential(nn.Tanh(), nn.Sigmoid())) as pipe, torch.no_grad():
+        pipe.train_step(X, target=X, loss_fn=F.mse_loss)
+        assert pipe.gradients() == {}
+
+
 def test_a_copy_may_stay_in_the_module_if_the_loss_reads_the_output() -> None:
     model = nn.Sequential(Keeping("detached"), nn.Linear(6, 6))
     with make(model) as pipe:

@@ -180,6 +180,30 @@ def test_another_thread_is_told_so(kind: str) -> None:
             assert torch.equal(other.submit(_alone, pipe).result(), expected)
 
 
+def test_batches_that_were_given_up_do_not_end_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in another call gives up those of a loop; closing that leaves a second loop alone."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with make("threads", mlp(6, 6), mlp(6, 6)) as pipe:
+        first = pipe.map([X] * 6)
+        expected = next(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe._runner, "_finished", interrupted)
+            with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                pipe(X)
+        second = pipe.map([X] * 6)
+        assert torch.equal(next(second), expected)
+        with pytest.raises(ps.ClosedError, match="given up as another one was interrupted"):
+            next(first)
+        assert pipe._runner.is_busy
+        with pytest.raises(ps.InputError, match="take all results of map"):
+            pipe.replan()
+        assert [torch.equal(y, expected) for y in second] == [True] * 5
+        assert not pipe._runner.is_busy
+
+
 def _alone(pipe: ps.Pipeline) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = pipe(X)

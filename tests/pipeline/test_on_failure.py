@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.bench.uniform import uniform_plan
 from penstock.comparison.reference import run_with_threads
 from penstock.links.segment import Segment, place_of
+from penstock.planning import planner
 from penstock.workers.processes.journal import Chunks, Journal, spans_of
 
 X, Y = torch.randn(24, 32), torch.randn(24, 32)
@@ -491,6 +493,47 @@ def test_a_forward_is_not_run_again_with_other_weights() -> None:
             result.sum().backward()
 
 
+def test_a_worker_that_is_replaced_leaves_all_devices_to_later_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the plan in use needs fewer."""
+    monkeypatch.setattr(
+        planner, "plan_for", lambda program, *args, **options: uniform_plan(program, 1, 2)
+    )
+    x = torch.randn(4, 6)
+    with surviving(
+        nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), x, devices=["cpu"] * 3, replicas="auto"
+    ) as pipe:
+        assert len(pipe.members) == 1
+        send(0)(pipe)
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        assert pipe.members.number == 1
+        assert not pipe.resize(3)
+        assert pipe.members.number == 1
+
+
+def test_a_number_of_workers_that_was_asked_for_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan may use fewer workers than there could be; the next number is tried again."""
+    x = torch.randn(4, 6)
+    tried: list[int] = []
+
+    def resize(pipe: ps.Pipeline, devices: list[str], **_: Any) -> bool:
+        tried.append(len(devices))
+        if len(devices) == 5:
+            raise ps.PlanError("there are 2 layers")
+        return False
+
+    wanted = iter([4, 4, 4, 5, 5, 4])
+    with ps.Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), (x,), devices=2) as pipe:
+        monkeypatch.setattr(ps.Pipeline, "resize", resize)
+        monkeypatch.setattr(type(pipe._workers), "wanted", lambda workers: next(wanted))
+        for _ in range(6):
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    assert tried == [4, 5, 4]
+
+
 def test_a_pass_that_is_refused_before_it_begins_is_not_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -543,7 +586,9 @@ def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     assert "was stopped by a signal for seconds, and then ended" in pipe.history().events[0].what
 
 
-def test_work_that_ends_every_worker_is_given_up(tmp_path: Path) -> None:
+def test_work_that_ends_every_worker_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = built(tmp_path)
     with ps.Pipeline(
         model,
@@ -555,13 +600,13 @@ def test_work_that_ends_every_worker_is_given_up(tmp_path: Path) -> None:
         num_microbatches=COUNT,
         audit=None,
     ) as pipe:
-        run = pipe._runner.recover
+        run = pipe._running.recover
 
         def again(death: Any, deaths: int) -> None:
             (tmp_path / "forward").touch()
             run(death, deaths)
 
-        pipe._runner.recover = again
+        monkeypatch.setattr(pipe._running, "recover", again)
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)  # this process runs a forward, too
         before = {k: v.clone() for k, v in model.state_dict().items()}
         set_trap("forward")(pipe)

@@ -213,3 +213,13 @@ def test_weights_that_left_the_workers_memory_are_not_saved(tmp_path: Path) -> N
         with pytest.raises(ps.InputError, match="build a new pipeline"):
             pipe.save(tmp_path)
         assert ps.load(tmp_path)
+
+
+def test_a_backward_that_was_refused_can_be_called_again() -> None:
+    net = model(norm=True)
+    with make(net) as one, make(net) as other:
+        loss = one(X).sum()
+        with training(other), pytest.raises(ps.InputError, match="has passes under way"):
+            loss.backward()
+        loss.backward()
+        assert all(p.grad is not None for p in net.parameters())

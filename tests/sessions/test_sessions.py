@@ -274,6 +274,50 @@ def test_dimensions_that_do_not_exist() -> None:
             pipe.session(batch_dim=3)(longer)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_a_state_stays_as_it_is(kind: Any) -> None:
+    """Though the forward changes its state in place."""
+    model = Remembering(in_place=True).eval()
+    xs = inputs(3)
+    mine, theirs = Memory(), Memory()
+    with pipeline(model, xs[0], kind) as pipe, torch.no_grad():
+        session = pipe.session()
+        model(xs[0], theirs)
+        session(xs[0], mine)
+        their_copy, copied = copy.deepcopy(theirs), copy.deepcopy(mine)
+        for memory, same in ((mine, theirs), (copied, their_copy), (mine, theirs)):
+            wanted, _ = model(xs[1], same)
+            assert torch.equal(session(xs[1], memory)[0], wanted)
+        assert all(map(torch.equal, session.fetch(copied).seen, their_copy.seen))
+
+
+def test_rows_are_chosen_by_the_numbers_of_then() -> None:
+    model = Remembering().eval()
+    (x,), mine, theirs = inputs(1), Memory(), Memory()
+    rows = torch.tensor([2, 0, 0])
+    with pipeline(model, x) as pipe, torch.no_grad():
+        session = pipe.session()
+        model(x, theirs)
+        session(x, mine)
+        chosen, wanted = mine.seen[0].index_select(0, rows), theirs.seen[0].index_select(0, rows)
+        rows.copy_(torch.tensor([1, 1, 1]))
+        assert torch.equal(session.fetch(chosen), wanted)
+
+
+def test_states_that_nobody_has_are_let_go_of_by_the_next_step() -> None:
+    model = Remembering()
+    (x,), memory = inputs(1), Memory()
+    with pipeline(model, x) as pipe:
+        with torch.no_grad():
+            pipe.session()(x, memory)
+        residents = [of_worker for each in pipe._workers._residents for of_worker in each.values()]
+        assert any(each._values for each in residents)
+        del memory
+        gc.collect()
+        pipe.train_step(x, loss_fn=lambda output: output[0].square().mean())
+        assert not any(each._values for each in residents)
+
+
 def test_training_between_calls() -> None:
     """States were made by earlier weights, as on one device; later calls have the new ones."""
     model = Remembering()

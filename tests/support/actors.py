@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from penstock.board.runs import new_board
+from penstock.errors import BY_USER
 from penstock.workers.ray import backend
 from penstock.workers.ray.actor import ActorState
 from penstock.workers.ray.cluster import Cluster
@@ -54,8 +55,8 @@ class Lent(ActorPool):
 
     loans = 1
 
-    def close(self, why: str = "close() was called") -> None:
-        if why != "close() was called":
+    def close(self, why: str = BY_USER) -> None:
+        if why != BY_USER:
             super().close(why)
         elif self._closed_because is None and self not in POOL:
             self._open.clear()

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.errors import BY_USER
 from penstock.workers.processes import backend
 from penstock.workers.processes.pool import ProcessPool, Survivors
 from penstock.workers.processes.worker_state import WorkerState
@@ -99,8 +100,8 @@ class Pooled(ProcessPool):
         self._loans = 1
         super().__init__(count, reset)
 
-    def close(self, why: str = "close() was called") -> None:
-        if why != "close() was called":
+    def close(self, why: str = BY_USER) -> None:
+        if why != BY_USER:
             super().close(why)
         elif self._closed_because is None and self not in POOL:
             self._open.clear()

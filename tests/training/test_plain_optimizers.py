@@ -55,6 +55,17 @@ def test_it_is_said_once_with_an_optimizer_of_the_pipeline(pipe: ps.Pipeline) ->
     assert ["finds no gradient" in str(each.message) for each in caught] == [True]
 
 
+def test_a_step_of_another_model_between_does_not_hide_it(pipe: ps.Pipeline) -> None:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    other = nn.Linear(2, 2)
+    trained(pipe, "train_step")
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="finds no gradient and changes nothing"):
+        optimizer.step()
+
+
 def of_a_part(pipe: ps.Pipeline) -> None:
     """Only this part has no gradients; another optimizer may have the rest."""
     part = pipe.model[2]

@@ -16,7 +16,7 @@ from penstock.devices.streams import with_streams
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.plan import Plan
-from penstock.workers.backend import DrivenBackend, Workers
+from penstock.workers.backend import DrivenBackend, Workers, timeout_of
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
@@ -122,7 +122,7 @@ class ProcessBackend(DrivenBackend):
         kinds = [kind_of(device) for device in with_streams(devices)]
         count, kept = len(plan.devices), self._allocator_kept
         modes = Modes.here(self.threads, count, kept, kinds[0] if kinds else None)
-        seconds = self.timeout(plan, timeout)
+        seconds = timeout_of(plan, timeout)
         return ProcessWorkers(plan, model, self._pool, devices, seconds, modes, self._memories)
 
     def _enter(self) -> None:

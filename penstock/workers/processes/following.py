@@ -24,7 +24,7 @@ from penstock.workers.processes.shared_model import Crossing, Package, SharedMod
 
 _VERSION, _TRAINING = attrgetter("_version"), attrgetter("training")
 
-News = Mapping[int, Mapping[str, Any]]
+AttributeChanges = Mapping[int, Mapping[str, Any]]
 """For modules, by their number, the attributes that are others now; `MISSING` for those gone."""
 
 _News = dict[int, dict[str, Any]]
@@ -165,7 +165,7 @@ class Following:
         versions = list(map(_VERSION, self._tensors))
         return not same or bool(self._again) or self._versions != versions
 
-    def news(self) -> News:
+    def news(self) -> AttributeChanges:
         """What the process has to be told before the next pass.
 
         Raises:
@@ -315,7 +315,7 @@ class Remote:
         self._training = now
         return now
 
-    def news(self) -> News:
+    def news(self) -> AttributeChanges:
         """The attributes of its modules that have changed, see `Following.news`."""
         return self._following.news()
 
@@ -329,7 +329,7 @@ class Remote:
         self._following.doubt()
 
 
-def follow(modules: list[nn.Module], news: News) -> None:
+def follow(modules: list[nn.Module], news: AttributeChanges) -> None:
     """Let the copies of modules have these attributes."""
     for number, attributes in news.items():
         own = attributes_of(modules[number])

@@ -16,7 +16,7 @@ from torch import nn
 from penstock.board.activity import STARTING, UPDATING
 from penstock.board.memory import Board
 from penstock.capture.calls import Sizes
-from penstock.capture.randomness import Key as RandomKey
+from penstock.capture.randomness import Key
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.devices.kind import Kind
@@ -44,8 +44,8 @@ from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.members import Member
 from penstock.workers.memories import unchanged
 from penstock.workers.optimizer_parts import use_settings
-from penstock.workers.processes.following import News, follow
-from penstock.workers.processes.remembering import Found, Key
+from penstock.workers.processes.following import AttributeChanges, follow
+from penstock.workers.processes.remembering import Found, StateKey
 from penstock.workers.processes.shared_model import Crossing, Gradients, Package, Shared
 from penstock.workers.processes.turns import Turnstile
 from penstock.workers.processes.worker_state import WorkerState, loading
@@ -309,7 +309,9 @@ class RunPass:
             self.settings.apply()
         with loading():
             loss: Loss | None = unpack(*self.loss, own.device_for) if self.loss else None
-            attributes: News = unpack(*self.attributes, own.device_for) if self.attributes else {}
+            attributes: AttributeChanges = (
+                unpack(*self.attributes, own.device_for) if self.attributes else {}
+            )
         for mode, number in self.forgotten:
             own.assemblies[mode].forget(number)
         if self.training is not None:
@@ -379,7 +381,7 @@ class RunLike:
 
     def __call__(self, own: WorkerState) -> Outcome:
         """What has come of it."""
-        microbatch = MicroBatch(self.sizes, RandomKey(*self.key), self.way, States(*self.states))
+        microbatch = MicroBatch(self.sizes, Key(*self.key), self.way, States(*self.states))
         values = () if self.values is None else (self.values,)
         order = own.kinds[self.kind].changed(
             number=self.number,
@@ -549,7 +551,7 @@ class LoadState:
 class FetchMemory:
     """What this worker's forwards have left in its modules and hooks."""
 
-    def __call__(self, own: WorkerState) -> dict[Key, Found]:
+    def __call__(self, own: WorkerState) -> dict[StateKey, Found]:
         """Give what is something else than when it came."""
         return own.memory.found()
 

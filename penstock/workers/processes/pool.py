@@ -15,21 +15,20 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from penstock.board.activity import STARTING, Activity
 from penstock.board.memory import Board
 from penstock.board.runs import new_board
-from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
+from penstock.errors import BY_USER, IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
 from penstock.links.pickling import pack, unpack
 from penstock.links.shared_memory import Borrower, Lender
 from penstock.links.wire import Gone, Wire, interrupts_wait, polling
 from penstock.workers.heartbeat import Pulse
-from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
+from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 from penstock.workers.processes.child import COMMAND
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 from penstock.workers.processes.shared_model import Memory
@@ -72,7 +71,7 @@ class _Process:
         self.borrower = Borrower(_CPU)
 
     def has_ended(self) -> bool:
-        """Whether it has; then what it has started is killed."""
+        """Whether it has; then it is reaped, and what is left of its process group is killed."""
         if self.popen.returncode is None:
             with contextlib.suppress(ChildProcessError):
                 if not os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -164,7 +163,7 @@ class Survivors:
     def close(self) -> None:
         """End those that nobody has taken over."""
         left, self.processes = self.processes, []
-        _dismiss(left, [_LEAVE_BROKEN])
+        _dismiss(left, _LEAVE_BROKEN)
 
 
 class _Sent(Dispatch):
@@ -259,8 +258,8 @@ class ProcessPool(Pool):
         going_on += [process for process in self._spares if not process.has_ended()]
         if self._finalizer.detach() is not None:
             left = [p for p in (*every, *self._spares) if p not in (*going_on, *leaving)]
-            _dismiss(left, [0.0])
-            _dismiss(leaving, [_LEAVE])
+            _dismiss(left, 0.0)
+            _dismiss(leaving, _LEAVE)
         return Survivors(going_on, self._dispatches, self._grants)
 
     def _is_able(self, worker: int) -> bool:
@@ -320,12 +319,12 @@ class ProcessPool(Pool):
                 give = pickle.dumps(Give(current.number, data, loan.lent))
                 process.wire.send(give, loan.fd, current.timeout)
         except Gone:
-            current.results[worker] = Result(None, self._died(worker))
+            current.results[worker] = JobResult(None, self._died(worker))
         except TimeoutError:
             details = self.describe([worker])[worker]
             message = f"worker {worker} does not read what it is sent; it is {details}"
             late = WorkerTimeout(message, worker, *self._at(worker))
-            current.results[worker] = Result(None, late)
+            current.results[worker] = JobResult(None, late)
 
     def _send(self, worker: int, message: GiveUp | Grant, fd: int = -1) -> None:
         with contextlib.suppress(Gone, TimeoutError), interrupts_wait():
@@ -339,7 +338,7 @@ class ProcessPool(Pool):
         for worker in current.waits_for:
             process = self._processes[worker]
             if process.lost:
-                self._note(worker, Result(None, Aborted()), (*self._open, current))
+                self._note(worker, JobResult(None, Aborted()), (*self._open, current))
                 return
             numbers |= {fd: worker for fd in (process.wire.fileno(), process.end) if fd >= 0}
         ready = polling(*numbers).poll(None if seconds is None else seconds * 1000)
@@ -360,11 +359,11 @@ class ProcessPool(Pool):
         except Gone:
             why = self._closed_because  # by another thread
             error = closed(why) if why else None
-            self._note(worker, Result(None, error or self._died(worker)), dispatches)
+            self._note(worker, JobResult(None, error or self._died(worker)), dispatches)
         except TimeoutError:
             details = self.describe([worker])[worker]
             words = f"worker {worker} stopped in the midst of a report; it is {details}"
-            self._note(worker, Result(None, WorkerTimeout(words, worker)), dispatches)
+            self._note(worker, JobResult(None, WorkerTimeout(words, worker)), dispatches)
         else:
             report: Report = pickle.loads(data)
             if report.leaves:
@@ -373,17 +372,17 @@ class ProcessPool(Pool):
             self._note(worker, result, [r for r in dispatches if r.number == report.dispatch])
         process.lost = False
 
-    def _opened(self, worker: int, report: Report, fd: int) -> Result:
+    def _opened(self, worker: int, report: Report, fd: int) -> JobResult:
         """The value or the error of a report, with its tensors from shared memory."""
         try:
             tensors = self._processes[worker].borrower.borrow(report.tensors, fd)
             value = unpack(report.value, tensors, _as_there)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be unpacked in this process.")
-            return Result(None, error)
-        return Result(None, value) if report.failed else Result(value, None)
+            return JobResult(None, error)
+        return JobResult(None, value) if report.failed else JobResult(value, None)
 
-    def _note(self, worker: int, result: Result, dispatches: Sequence[Dispatch]) -> None:
+    def _note(self, worker: int, result: JobResult, dispatches: Sequence[Dispatch]) -> None:
         for each in dispatches:
             each.results.setdefault(worker, result)
 
@@ -441,7 +440,7 @@ class ProcessPool(Pool):
         else:
             super().fail(why)
 
-    def close(self, why: str = "close() was called") -> None:
+    def close(self, why: str = BY_USER) -> None:
         """Let the workers go, for good; `why` is what later calls will say."""
         if self._closed_because is None or self.keeps_survivors:  # which may still wait
             self._closed_because = self._closed_because or why
@@ -495,7 +494,7 @@ class ProcessPool(Pool):
     # -- the end --------------------------------------------------------------------------
 
     def _dismiss(self) -> None:
-        if self._closed_because != "close() was called":
+        if self._closed_because != BY_USER:
             self._leave[0] = _LEAVE_BROKEN
         self._finalizer()
 
@@ -515,16 +514,21 @@ def _as_there(device: torch.device) -> torch.device:
 
 
 def _dismiss_all(groups: Sequence[Sequence[_Process]], leave: list[float]) -> None:
-    """Let the processes of several lists end."""
-    _dismiss([process for group in groups for process in group], leave)
+    """Let the processes of several lists end; how long they have may have changed until then."""
+    _dismiss([process for group in groups for process in group], leave[0])
 
 
-def _dismiss(processes: Sequence[_Process], leave: list[float]) -> None:
-    """Let the processes end by themselves, or kill them, and wait until they are gone."""
+def _dismiss(processes: Sequence[_Process], leave: float) -> None:
+    """Let the processes end by themselves, or kill them, and wait until they are gone.
+
+    Args:
+        processes: which.
+        leave: seconds that they have to end by themselves.
+    """
     try:
         for process in processes:
             process.wire.close()
-        deadline = time.monotonic() + leave[0]
+        deadline = time.monotonic() + leave
         while time.monotonic() < deadline and not _all_ended(processes):
             time.sleep(0.002)
     finally:
@@ -540,7 +544,7 @@ def _all_ended(processes: Sequence[_Process]) -> bool:
     return all(ended)
 
 
-def _uninterrupted(work: Callable[..., None], *args: Any) -> None:
+def _uninterrupted(work: Callable[[], None]) -> None:
     """Do some work to its end, even if the user interrupts; that is raised afterwards.
 
     It is done by another thread, as signals interrupt only the main one. What is in the midst of
@@ -553,7 +557,7 @@ def _uninterrupted(work: Callable[..., None], *args: Any) -> None:
         if not begin.acquire(blocking=False):
             return
         try:
-            work(*args)
+            work()
         except BaseException as error:
             errors.append(error)
         finally:

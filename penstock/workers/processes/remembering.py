@@ -41,7 +41,7 @@ _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _BASES: Any = (OrderedDict, dict, list, deque, set)
 
 
-class Key(NamedTuple):
+class StateKey(NamedTuple):
     """Where something is.
 
     Attributes:
@@ -82,7 +82,7 @@ class Memory:
     def __init__(self, modules: Sequence[nn.Module], tensors: Mapping[int, torch.Tensor]) -> None:
         self._modules = modules
         self._tensors = tensors
-        self._before: dict[Key, tuple[Any, Any]] = {}  # the thing, and what it held
+        self._before: dict[StateKey, tuple[Any, Any]] = {}  # the thing, and what it held
         self._noted: tuple[int, int] = (0, 0)
 
     def note_new(self) -> None:
@@ -101,11 +101,11 @@ class Memory:
         for number, names in changed.items():
             own = attributes_of(self._modules[number])
             for name in names:
-                key = Key("module", number, "", name)
+                key = StateKey("module", number, "", name)
                 value = own.get(name, MISSING)
                 self._before[key] = value, _print_of(value, known)
 
-    def found(self) -> dict[Key, Found]:
+    def found(self) -> dict[StateKey, Found]:
         """What is something else now than when it came."""
         known = self._known()
         modules, tensors = range(len(self._modules)), list(self._tensors)
@@ -123,24 +123,26 @@ class Memory:
         tensors = {id(tensor): 2 * number for number, tensor in self._tensors.items()}
         return tensors | {id(module): 2 * k + 1 for k, module in enumerate(self._modules)}
 
-    def _places(self, modules: Iterable[int], tensors: Iterable[int]) -> Iterator[tuple[Key, Any]]:
+    def _places(
+        self, modules: Iterable[int], tensors: Iterable[int]
+    ) -> Iterator[tuple[StateKey, Any]]:
         for number in modules:
             module = self._modules[number]
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, value in attributes_of(module).items():
                 if name not in INTERNAL:
-                    yield Key("module", number, "", name), value
+                    yield StateKey("module", number, "", name), value
             registries = zip(_HOOKS, HOOKS_OF_MODULES(vars(module)), strict=True)
             for registry, hooks in registries:
-                yield from _hooks_in(Key("module", number, registry, 0), hooks)
+                yield from _hooks_in(StateKey("module", number, registry, 0), hooks)
         for number in tensors:
             for registry in _HOOKS_OF_TENSORS:
                 hooks = getattr(self._tensors[number], registry, None)
-                yield from _hooks_in(Key("tensor", number, registry, 0), hooks)
+                yield from _hooks_in(StateKey("tensor", number, registry, 0), hooks)
 
 
-def _hooks_in(key: Key, hooks: Mapping[int, Any] | None) -> Iterator[tuple[Key, Any]]:
+def _hooks_in(key: StateKey, hooks: Mapping[int, Any] | None) -> Iterator[tuple[StateKey, Any]]:
     """The user's hooks in a registry, by their places."""
     for place, hook in enumerate((hooks or {}).values()):
         if not (getattr(hook, "__module__", "") or "").startswith(("penstock.", "torch.")):
@@ -187,14 +189,14 @@ class Finder:
         """The driver's module or tensor of a number that `Memory` has given."""
         return self.modules[number // 2] if number % 2 else self.tensors[number // 2]
 
-    def now(self, key: Key) -> Any:
+    def now(self, key: StateKey) -> Any:
         """What the driver has at a place; `MISSING` if it has nothing."""
         if not key.registry:
             return attributes_of(self._holder(key)).get(key.name, MISSING)
         hooks = list(self._registry(key).items())
         return hooks[key.name][1] if key.name < len(hooks) else MISSING
 
-    def put(self, key: Key, value: object) -> None:
+    def put(self, key: StateKey, value: object) -> None:
         """Have something else there."""
         if key.registry:
             registry = self._registry(key)
@@ -204,10 +206,10 @@ class Finder:
         else:
             attributes_of(self._holder(key))[key.name] = value
 
-    def _holder(self, key: Key) -> Any:
+    def _holder(self, key: StateKey) -> Any:
         return (self.modules if key.kind == "module" else self.tensors)[key.number]
 
-    def _registry(self, key: Key) -> dict[int, Any]:
+    def _registry(self, key: StateKey) -> dict[int, Any]:
         return getattr(self._holder(key), key.registry, None) or {}
 
 
@@ -224,7 +226,7 @@ class Change:
     """
 
     finder: Finder
-    key: Key
+    key: StateKey
     value: Any
     same: bool
     name: str
@@ -239,7 +241,7 @@ class Change:
 
 
 def changes(
-    found: Sequence[Mapping[Key, Found]], finder: Finder, name: Callable[[Key], str]
+    found: Sequence[Mapping[StateKey, Found]], finder: Finder, name: Callable[[StateKey], str]
 ) -> list[Change]:
     """What the processes at one place of all replicas have, for the driver.
 

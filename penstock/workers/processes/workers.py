@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.capture.attributes import find, named_tensors
-from penstock.capture.trees import tree_leaves
+from penstock.cadence import is_power_of_two
+from penstock.capture.attributes import find
 from penstock.devices.kinds import kind_of
 from penstock.devices.settings import Settings
 from penstock.devices.streams import with_streams
-from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.stage import Before
 from penstock.engine.state import Backups
-from penstock.errors import InputError, PenstockError, closed
-from penstock.links.pickling import Packed, pack
+from penstock.errors import InputError, PenstockError
+from penstock.links.pickling import Packed
 from penstock.links.segment import Segment
 from penstock.plan import Plan
 from penstock.storage.part import Part
-from penstock.workers.backend import Role, Workers
+from penstock.workers.backend import Role
+from penstock.workers.driven import (
+    DrivenWorkers,
+    bring,
+    divided,
+    name_of,
+    pack_named,
+    packed_loss,
+    packed_news,
+)
 from penstock.workers.members import members_here
-from penstock.workers.memories import Left, Losses, check_memories
+from penstock.workers.memories import SideEffects, check_memories
 from penstock.workers.optimizer_parts import (
     Groups,
     Parts,
@@ -44,41 +50,38 @@ from penstock.workers.optimizer_parts import (
 )
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
-from penstock.workers.processes.following import News, Remote
+from penstock.workers.processes.following import Remote
 from penstock.workers.processes.jobs import (
     AddWay,
     Build,
     Common,
-    DropStates,
     End,
     FetchMemory,
-    FetchStates,
     Import,
     MakePart,
     Modes,
     RunLike,
     RunPass,
-    WritePart,
 )
 from penstock.workers.processes.parts import Access, OutlivingParts, RemoteParts
 from penstock.workers.processes.pool import ProcessPool, Survivors
 from penstock.workers.processes.remembering import (
     Finder,
     Found,
-    Key,
+    StateKey,
     changes,
     check_apart,
     make_all,
 )
 from penstock.workers.processes.shared_model import Memory, SharedModel
 from penstock.workers.processes.turns import INTEGER
-from penstock.workers.saving import TIMEOUT, Portion, SaveOrder
+from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
 
 
-class ProcessWorkers(Workers):
+class ProcessWorkers(DrivenWorkers):
     """Worker processes of this machine; the driver has no stage.
 
     Args:
@@ -113,7 +116,8 @@ class ProcessWorkers(Workers):
         self.ownership = Ownership(plan.placement, plan.replicas)
         self._plan = plan
         self._timeout = timeout
-        self._pool = pool
+        super().__init__(pool)
+        self._pool: ProcessPool = pool
         self.board = pool.board
         self.devices = devices
         self.members = members_here(devices, pool.pids, len(self._places))
@@ -131,14 +135,11 @@ class ProcessWorkers(Workers):
         self._ran = Before()
         self._turns: list[memoryview] = []  # how far replicas are
         self._backups = Backups()
-        self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
-        self._losses = Losses()
-        self._memories: dict[int, Mapping[Key, Found]] = {}  # of workers, where something is left
+        self._memories: dict[
+            int, Mapping[StateKey, Found]
+        ] = {}  # of workers, where something is left
         self._passes = 0
-        self._lock = threading.RLock()  # a signal's handler may close, too
-        self._starter: int | None = None  # the thread that gave the last jobs
-        self._closer: int | None = None  # the one that closes
         self._parts: weakref.WeakSet[RemoteParts] = weakref.WeakSet()
         try:
             self._build(modes)
@@ -318,7 +319,7 @@ class ProcessWorkers(Workers):
         )
 
     def _kind(self, order: Order) -> int | None:
-        """A number that orders have in common of which little differs, if this is one of those."""
+        """The number of this kind of order, of which only what differs is sent; else `None`."""
         if order.what != "infer" or len(order.microbatches) > 1 or self._plan.replicas > 1:
             return None
         if order.recorded or order.profiled or order.trial or order.again:
@@ -357,7 +358,7 @@ class ProcessWorkers(Workers):
 
         Else after the first passes, and more and more rarely.
         """
-        return bool(self._memories) or self._passes < 3 or not self._passes & (self._passes - 1)
+        return bool(self._memories) or is_power_of_two(self._passes)
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and let the slots' gradients be those of the model."""
@@ -412,28 +413,13 @@ class ProcessWorkers(Workers):
         for remote in self._remotes:
             remote.doubt()
 
-    def forget(self, training: bool, number: int) -> None:
-        """Let go of what stages hold of this batch, with the next pass."""
-        self._forgotten.append((training, number))
-
-    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Copies of the values that are with the workers."""
-        found: list[dict[int, torch.Tensor]] = self._run(
-            [FetchStates(tuple(numbers))] * len(self.members)
-        )
-        return {number: value for each in found for number, value in each.items()}
-
-    def drop_states(self, numbers: Sequence[int]) -> None:
-        """Let go of values that stay with the workers."""
-        self._run([DropStates(tuple(numbers))] * len(self.members))
-
     # -- what they remember ---------------------------------------------------------------
 
-    def left(self) -> Left:
+    def left(self) -> SideEffects:
         """What forwards have left in the processes, and what losses may remember."""
         return self._left(self._run([FetchMemory()] * len(self.members)))
 
-    def _left(self, found: Sequence[Mapping[Key, Found]]) -> Left:
+    def _left(self, found: Sequence[Mapping[StateKey, Found]]) -> SideEffects:
         every = []
         for place, remote in enumerate(self._remotes):
             finder = Finder(remote.modules, self._shared.tensors(place))
@@ -443,7 +429,7 @@ class ProcessWorkers(Workers):
         said = [name(change.key) for made, name in every for change in made]
         said += ["the loss function or the metrics"] if self._losses.may_remember() else []
         all_made = [change for made, _ in every for change in made]
-        return Left(", ".join(said), partial(make_all, all_made))
+        return SideEffects(", ".join(said), partial(make_all, all_made))
 
     @property
     def are_leaving(self) -> bool:
@@ -457,7 +443,7 @@ class ProcessWorkers(Workers):
         self.close()
         return survivors
 
-    def remembered(self) -> Left:
+    def remembered(self) -> SideEffects:
         """What the processes had last said that forwards have left there."""
         return self._left([self._memories.get(k, {}) for k in range(len(self.members))])
 
@@ -471,7 +457,7 @@ class ProcessWorkers(Workers):
         owners: Sequence[Sequence[nn.Parameter]],
     ) -> Parts:
         """An optimizer whose parts are in the workers."""
-        _packed("the optimizer's options", (kind, dict(options), settings_of(groups)))
+        pack_named("the optimizer's options", (kind, dict(options), settings_of(groups)))
         number, self._optimizers = self._optimizers, self._optimizers + 1
         used = [parts.number for parts in self._parts]
         jobs = []
@@ -489,7 +475,12 @@ class ProcessWorkers(Workers):
         places = [member.place for member in self.members]
         kind_of_parts = OutlivingParts if self._pool.keeps_survivors else RemoteParts
         access = Access(
-            *(places, self._shared, self._run, self._ready, lambda: self._ran, self._pool.grant)
+            places=places,
+            shared=self._shared,
+            run=self._run,
+            ready=self._ready,
+            ran=lambda: self._ran,
+            grant=self._pool.grant,
         )
         parts = kind_of_parts(number, owners, access)
         self._parts.add(parts)
@@ -517,14 +508,6 @@ class ProcessWorkers(Workers):
             save.job(rest, portion)()
         return save.parts(count - len(jobs))
 
-    def stacks(self) -> Mapping[int, str]:
-        """What the processes are doing, with the stacks of all their threads."""
-        return self._pool.describe(self.recorded)
-
-    def all_alive(self) -> bool:
-        """Whether no process has ended."""
-        return self._pool.all_alive()
-
     def _run(
         self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None
     ) -> list[Any]:
@@ -545,22 +528,16 @@ class ProcessWorkers(Workers):
         """
         for device in self._with_streams:
             kind_of(device).synchronize(device)
-        with self._lock:
-            if self._closer not in (None, threading.get_ident()):
-                raise closed("close() was called")
-            self._starter = threading.get_ident()
+        with super()._starting():
             yield
 
     def close(self) -> None:
         """Dismiss the workers, and wait until they are gone."""
-        me = threading.get_ident()
-        with self._lock:
-            self._closer = me
-            is_used = self._pool.under_way and self._starter != me  # that thread hears of it
         try:
-            with suppress(PenstockError):  # if they are gone already, so is what they remember
-                for parts in () if is_used else self._parts:
-                    parts.keep()
+            if self._may_end():
+                with suppress(PenstockError):  # if they are gone, so is what they remember
+                    for parts in self._parts:
+                        parts.keep()
         finally:
             self._pool.close()
             self.board.close()
@@ -572,136 +549,10 @@ class ProcessWorkers(Workers):
             self._accelerator.release_shared()
 
 
-def _kept(found: Mapping[Key, Found]) -> dict[Key, Found]:
+def _kept(found: Mapping[StateKey, Found]) -> dict[StateKey, Found]:
     """What a worker has told, in memory of this process."""
     kept = {}
     for key, each in found.items():
         tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in each.value.tensors]
         kept[key] = each._replace(value=each.value._replace(tensors=tensors))
     return kept
-
-
-class Numbered(Protocol):
-    """Tensors that workers know by numbers, see `SharedModel`."""
-
-    def number(self, place: int, tensor: Any) -> int | None:
-        """The number by which the workers at a place know a tensor."""
-
-    def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
-        """The names of their tensors by these numbers, out of those by their ids."""
-
-
-def divided(
-    save: SaveOrder, shared: Numbered, places: Sequence[int]
-) -> tuple[list[WritePart], Part | None, Portion, int]:
-    """What worker processes write, and what is left for their driver.
-
-    Args:
-        save: what is to be written.
-        shared: the tensors that they share.
-        places: of all workers.
-
-    Returns:
-        the jobs; the driver's part, if it has one, its portion, and how many parts there are.
-    """
-    left = Portion()
-    found: list[tuple[dict[str, int], dict[int, str]]] = []
-    for place, portion in zip(places, save.portions, strict=True):
-        known = {n: shared.number(place, t) for n, t in portion.tensors.items()}
-        own = {name: number for name, number in known.items() if number is not None}
-        left.tensors |= {n: t for n, t in portion.tensors.items() if n not in own}
-        for label, states in portion.states.items():
-            left.states.setdefault(label, {}).update(states)
-        found.append((own, shared.names(place, save.names)))
-    numbers = {label: p.number for label, p in save.remote.items() if p.number is not None}
-    parts = save.parts(more=int(bool(left.tensors or any(left.states.values()))))
-    jobs = [
-        WritePart(part, own, parameters, numbers, save.background)
-        for part, (own, parameters) in zip(parts, found, strict=False)
-    ]
-    rest = parts[len(found)] if len(parts) > len(found) else None
-    return jobs, rest, left, len(parts)
-
-
-def name_of(model: nn.Module, finder: Finder, key: Key) -> str:
-    """A place in a model, in words."""
-    if key.kind == "tensor":
-        tensor = finder.tensors[key.number]
-        names = (name for name, own in named_tensors(model) if own is tensor)
-        return f"what a hook of {next(names, 'a tensor')!r} remembers"
-    module = finder.modules[key.number]
-    path = next((path for path, own in model.named_modules() if own is module), "")
-    where = f"{path!r} ({type(module).__name__})" if path else f"the {type(module).__name__}"
-    if key.registry:
-        return f"what a hook of the module {where} remembers"
-    return f"the attribute {key.name!r} of the module {where}"
-
-
-def _packed(what: str, obj: Any) -> Packed:
-    """What is to be sent to a worker.
-
-    Raises:
-        InputError: it cannot be.
-    """
-    try:
-        return pack(obj)
-    except Exception as error:
-        raise InputError(
-            f"{what} cannot be sent to a worker's process: {type(error).__name__}: {error}. "
-            'Use workers="threads"'
-        ) from error
-
-
-@torch.no_grad()
-def bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
-    """Let a loss function have the buffers that its twin in a worker's process has now."""
-    for mine, theirs in zip(loss.buffers if loss else (), buffers, strict=True):
-        mine.copy_(theirs)
-
-
-def packed_news(news: News, modules: Sequence[nn.Module]) -> Packed | None:
-    """The attributes of a worker's modules that have changed, if some have."""
-    if not news:
-        return None
-    kinds = [type(module).__name__ for module in modules]
-    names = [f"{kinds[k]}.{name}" for k, names in news.items() for name in names]
-    return _packed(f"what was changed ({', '.join(names)})", news)
-
-
-def packed_loss(loss: Loss, backward: bool) -> Packed:
-    """A loss, to be sent to the worker that has the last stage.
-
-    Args:
-        loss: with the batch's targets.
-        backward: whether there are gradients at all.
-
-    Raises:
-        InputError: it cannot be sent; or it or a target has tensors that ask for a gradient, which
-            would be left in a worker's process.
-    """
-    try:
-        packed = pack(loss)
-    except Exception:
-        _packed("the loss function", (loss.function, loss.more))
-        _packed("the target or the metrics function", (loss.targets, loss.metrics))
-        raise
-    if not backward:
-        return packed
-    if _ask_for_gradients(packed.tensors) and _ask_for_gradients(
-        pack((loss.function, loss.more)).tensors
-    ):
-        raise InputError(
-            "the loss function uses parameters, or other tensors that require a gradient, which "
-            "would be left in a worker's process. Make it a part of the model, or use "
-            'workers="threads"'
-        )
-    if _ask_for_gradients(tree_leaves(loss.targets)):
-        raise InputError(
-            "the target requires a gradient, which would be left in a worker's process; give "
-            'target.detach(), or use workers="threads"'
-        )
-    return packed
-
-
-def _ask_for_gradients(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)

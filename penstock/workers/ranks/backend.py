@@ -13,7 +13,7 @@ from penstock.devices.choice import Devices
 from penstock.devices.kinds import kind_of
 from penstock.errors import PlanError
 from penstock.plan import Plan
-from penstock.workers.backend import TIMEOUTS, Backend, Workers, order_of
+from penstock.workers.backend import Backend, Workers, order_of, timeout_of
 from penstock.workers.placement import check_separate
 from penstock.workers.ranks.rendezvous import rendezvous
 from penstock.workers.ranks.workers import RankWorkers
@@ -94,7 +94,7 @@ class RankBackend(Backend):
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
         """Connect to the neighbours, and build this rank's stages."""
         check_separate(model)
-        seconds = timeout or max(_TIMEOUT, TIMEOUTS * plan.predicted_step_seconds)
+        seconds = timeout_of(plan, timeout, _TIMEOUT)
         order = order_of(self._names, plan)
         return RankWorkers(self._launch, plan, model, order, self.threads, seconds)
 

@@ -19,7 +19,7 @@ def machine() -> str:
         return ""
 
 
-class Apart:
+class ClockOffset:
     """By how much one clock is ahead of another one, seen by the messages of its owner.
 
     A message seems to take as long as it does, and longer by what the receiver's clock is ahead of
@@ -50,7 +50,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.ahead = 0
-        self._back = Apart()
+        self._back = ClockOffset()
 
     def note(self, machine_of_0: str, there: int | None, sent: int) -> None:
         """Rank 0 has answered.

@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.board.activity import Activity
-from penstock.errors import IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
+from penstock.errors import BY_USER, IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
 from penstock.links.pickling import from_bytes, portable, to_bytes
 from penstock.links.wire import Gone, Wire, polling, spin
 from penstock.workers.heartbeat import STOPPED, HasStopped
-from penstock.workers.ranks.clocks import Apart, Clock, machine
+from penstock.workers.ranks.clocks import Clock, ClockOffset, machine
 
 _GRACE = 5.0  # seconds that ranks have to stop when an operation is given up
 _REST = 60.0  # seconds in which nothing may come of a message that has begun to
@@ -144,7 +144,7 @@ class Ranks:
         self.clock = Clock()
         self.stops = False
         self.stopping: tuple[int, ...] = ()
-        self._apart_from = [Apart() for _ in names]
+        self._apart_from = [ClockOffset() for _ in names]
         self._wires = dict(wires)
         self._pulses = {k: pulse for k, pulse in (pulses or {}).items() if k in wires}
         self._what = ""
@@ -493,7 +493,7 @@ class Ranks:
             self._send(sent._replace(values=[]), self._wires.keys() - {only})
         return verdict
 
-    def close(self, why: str = "close() was called") -> None:
+    def close(self, why: str = BY_USER) -> None:
         """Say to the others that this rank leaves, and close the connections."""
         self._closed_because = self._closed_because or why
         for rank in list(self._wires):

@@ -11,10 +11,10 @@ import torch
 
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
-from penstock.errors import WorkerTimeout
+from penstock.errors import BY_USER, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire, polling, spin
-from penstock.workers.pool import Dispatch, Result
+from penstock.workers.pool import Dispatch, JobResult
 from penstock.workers.threads.pool import Ringing, ThreadPool
 
 _SLICE = 1.0  # seconds that are waited at once
@@ -70,7 +70,7 @@ class RankThread(ThreadPool):
         if self.bell >= 0:
             os.eventfd_write(self.bell, 1)
 
-    def close(self, why: str = "close() was called") -> None:
+    def close(self, why: str = BY_USER) -> None:
         """Dismiss the thread; a pass that it is in is given up."""
         if self._closed_because is None:
             self._signal_stop()
@@ -174,7 +174,7 @@ class _Belled(Ringing):
         super().__init__(number, 1)
         self._bell = bell
 
-    def report(self, worker: int, result: Result) -> None:
+    def report(self, worker: int, result: JobResult) -> None:
         """Note the result, and ring the bell; called by the worker thread."""
         super().report(worker, result)
         os.eventfd_write(self._bell, 1)

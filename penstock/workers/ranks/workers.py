@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from penstock.board.activity import EXCHANGING, Activity
 from penstock.board.memory import Board, Reading, Record, moved, opened
 from penstock.board.runs import new_board
+from penstock.cadence import is_power_of_two
 from penstock.capture.trees import map_leaves
 from penstock.devices.streams import on
 from penstock.engine.batch import digest
 from penstock.engine.batchnorm import move, replay
-from penstock.engine.ends import to_device
-from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.ends import to_device, without_history
+from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.engine.residents import Residents
 from penstock.engine.span import MicroBatch
 from penstock.engine.state import Backups
@@ -147,7 +148,7 @@ class RankWorkers(Workers):
         self._writer: Thread | None = None
         self._ends: dict[int, Any] = {}
         self._deferred = False
-        self._passes: Counter[Pass] = Counter()
+        self._passes: Counter[PassKind] = Counter()
         self._several: dict[bool, list[nn.Parameter]] = {}
         self._thread = RankThread(launch.device, threads, self._reset, self._record)
         self._backups = Backups()
@@ -318,7 +319,8 @@ class RankWorkers(Workers):
             self._copy.trained()
         number = self._ranks.number
         self._passes[order.what] += 1
-        run = partial(self._run, order, number, self._ranks.timeout)
+        is_checked = is_power_of_two(self._passes[order.what])
+        run = partial(self._run, order, number, self._ranks.timeout, is_checked)
         return _Ticket(order, number, self._thread.start([run]))
 
     def finish(self, ticket: _Ticket) -> Outcome:
@@ -372,7 +374,7 @@ class RankWorkers(Workers):
         return found
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def modules_idle(self) -> Iterator[None]:
         """While open, this rank's thread is amid no module."""
         timeout = self._ranks.timeout
         try:
@@ -391,8 +393,15 @@ class RankWorkers(Workers):
         if self._total is not None:
             self._total.begin()
 
-    def _run(self, order: Order, number: int, timeout: float) -> Outcome:
-        """This rank's part of a pass, in its thread."""
+    def _run(self, order: Order, number: int, timeout: float, is_checked: bool) -> Outcome:
+        """This rank's part of a pass, in its thread.
+
+        Args:
+            order: the pass.
+            number: of the operation that it belongs to.
+            timeout: seconds that it may wait for a neighbour.
+            is_checked: whether replicas look whether they have the same weights.
+        """
         backward = order.what in ("train", "backward")
         self._thread.begin(number, timeout)
         self._backups.begin(number, [self.ownership.backup(self._place, backward)])
@@ -411,11 +420,8 @@ class RankWorkers(Workers):
             with own_casts():
                 return assembly.run(self._place, part, self._record)
         self._total.begin(self._several[order.training])
-        # now and then, as most that is wrong is so from the first time on
-        times = self._passes[order.what]
-        is_time = not times & (times - 1)  # the 1st, 2nd, 4th, 8th, ... pass of this kind
-        found = digest(self._owned()) if is_time else None
-        keeping = unchanged(part.loss, [*self._model.modules()]) if is_time else nullcontext()
+        found = digest(self._owned()) if is_checked else None
+        keeping = unchanged(part.loss, [*self._model.modules()]) if is_checked else nullcontext()
         with own_casts(), keeping:
             outcome = assembly.run(self._place, part, self._record)
         outcome.weights_before = found
@@ -588,7 +594,7 @@ class RankWorkers(Workers):
         `of` is brought up to date with what the other ranks have of their own stages. What has no
         memory here, because it is on `meta`, is only in the state dict.
         """
-        state = {k: _detached(v) for k, v in of.state_dict(keep_vars=True).items()}
+        state = {k: without_history(v) for k, v in of.state_dict(keep_vars=True).items()}
         own = {id(t) for t in self._owned()} if self._replica == 0 else set()
         named = [*model.named_parameters(remove_duplicate=False)]
         named += [*model.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
@@ -619,18 +625,19 @@ class RankWorkers(Workers):
 
     def close(self) -> None:
         """Finish the save under way, leave the other ranks, and close all connections."""
-        if self._writer is not None:
-            self._writer.join()
-        self._ranks.close()
-        self._thread.close()
-        self._thread.release()
-        self._copy.close()
-        self._launch.others.listener.close()
-        for wire in self._wires:
-            wire.close()
-        if self._groups is not None:
-            self._groups.close()
-        self.board.close()
+        with ExitStack() as stack:  # the last is called first, and all are called
+            stack.callback(self.board.close)
+            if self._groups is not None:
+                stack.callback(self._groups.close)
+            for wire in self._wires:
+                stack.callback(wire.close)
+            stack.callback(self._launch.others.listener.close)
+            stack.callback(self._copy.close)
+            stack.callback(self._thread.release)
+            stack.callback(self._thread.close)
+            stack.callback(self._ranks.close)
+            if self._writer is not None:
+                self._writer.join()
 
 
 class _RankPart:
@@ -676,10 +683,6 @@ class _RankPart:
 
     def load(self, state: State) -> None:
         """It comes with the next step."""
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _in_words(pair: tuple[int, int], near: Callable[[int, int], bool], backend: str | None) -> str:

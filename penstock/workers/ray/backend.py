@@ -11,7 +11,7 @@ from torch import nn
 from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.plan import Plan
-from penstock.workers.backend import TIMEOUTS, DrivenBackend, Workers
+from penstock.workers.backend import DrivenBackend, Workers, timeout_of
 from penstock.workers.placement import check_separate
 from penstock.workers.processes.jobs import Modes
 from penstock.workers.ray.cluster import Cluster
@@ -20,7 +20,6 @@ from penstock.workers.ray.pool import ActorPool, ActorSurvivors
 from penstock.workers.ray.workers import RayWorkers
 from penstock.workers.threads.backend import ThreadProbe
 
-_TIMEOUT = 60.0  # seconds that a pass may take at least
 _PAUSE = 0.5  # seconds between two looks
 
 
@@ -124,7 +123,7 @@ class RayBackend(DrivenBackend):
         cpus = survivors.cpus if survivors else self._cluster.share_of(self.threads, count)
         pool = ActorPool(self._cluster, count, cpus, self._survives, survivors)
         modes = Modes.here(self.threads, count, self._allocator_kept)
-        seconds = timeout or max(_TIMEOUT, TIMEOUTS * plan.predicted_step_seconds)
+        seconds = timeout_of(plan, timeout)
         return RayWorkers(plan, model, pool, self.in_order(plan), seconds, modes)
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ from penstock.capture.preserve import own_generators
 from penstock.engine.span import Span
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch
-from penstock.workers.processes.following import News
-from penstock.workers.processes.remembering import Found, Key
+from penstock.workers.processes.following import AttributeChanges
+from penstock.workers.processes.remembering import Found, StateKey
 from penstock.workers.ray.copies import (
     GRADIENT,
     MEMORY,
@@ -27,7 +27,7 @@ from penstock.workers.ray.copies import (
 from penstock.workers.ray.pool import ActorPool
 from penstock.workers.ways import modules_of
 
-Memory = Mapping[Key, Found]
+Memory = Mapping[StateKey, Found]
 """What forwards have left in a worker's modules."""
 
 
@@ -196,7 +196,7 @@ def leaves_traces(span: Span) -> bool:
     return bool(span.changing or any(span.memories)) or any(any(own_generators(m)) for m in modules)
 
 
-def without(attributes: News, memory: Memory) -> Memory:
+def without(attributes: AttributeChanges, memory: Memory) -> Memory:
     """What forwards have left in modules, but for attributes that the script has set since."""
     return {
         key: found

@@ -172,7 +172,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class News:
+class TensorChanges:
     """What the script has done to a worker's tensors since it last said so.
 
     Attributes:
@@ -287,7 +287,7 @@ class StartPass:
 
     order: Order
     loss: Packed | None
-    news: News
+    news: TensorChanges
     training: Sequence[bool] | None
     attributes: Packed | None
     forgotten: Sequence[tuple[bool, int]]
@@ -429,7 +429,7 @@ class Step:
 
     number: int
     settings: Sequence[Mapping[str, Any]]
-    news: News
+    news: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
         """Step the part with the settings that the script has now."""
@@ -458,7 +458,7 @@ class Clip:
 
     parameters: Sequence[int]
     clipping: Clipping
-    news: News
+    news: TensorChanges
 
     def __call__(self, own: ActorState) -> torch.Tensor:
         """Give the norm that all had."""
@@ -479,7 +479,7 @@ class ClipValue:
     parameters: Sequence[int]
     clip_value: float
     foreach: bool | None
-    news: News
+    news: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
         """Do it with those that are here."""
@@ -502,7 +502,7 @@ class Unscale:
     parameters: Sequence[int]
     inverse: torch.Tensor
     allows_half: bool
-    news: News
+    news: TensorChanges
 
     def __call__(self, own: ActorState) -> list[torch.Tensor]:
         """Give for every device a number above 0 if a gradient is not finite."""
@@ -530,7 +530,7 @@ class Fetch:
 
     tensors: Sequence[int]
     gradients: Sequence[int]
-    news: News
+    news: TensorChanges
 
     def __call__(self, own: ActorState) -> tuple[dict[int, torch.Tensor], dict[int, Any]]:
         """Give both, by number."""
@@ -545,7 +545,7 @@ class Fetch:
 class Update:
     """Let a worker have the news of its tensors, and do nothing else."""
 
-    news: News
+    news: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
         """Do that, after the passes that are under way."""

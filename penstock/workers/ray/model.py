@@ -15,7 +15,7 @@ from penstock.errors import InputError
 from penstock.links.segment import place_of
 from penstock.workers.processes.shared_model import Shared, described, hooks_of_tensors
 from penstock.workers.ray.gradients import GradientElsewhere
-from penstock.workers.ray.jobs import Delivery, News
+from penstock.workers.ray.jobs import Delivery, TensorChanges
 
 _AGAIN = (
     "pipe.fetch() brings all of it here, and pipe.state_dict() does so, too; pipe.save(folder) "
@@ -160,7 +160,7 @@ class DriverModel:
             if self._places[number] is not None and _state(tensor) != self._versions[number]
         }
 
-    def news(self, places: int) -> list[News]:
+    def news(self, places: int) -> list[TensorChanges]:
         """What the workers at every place have to be told.
 
         Raises:
@@ -258,7 +258,7 @@ class DriverModel:
         self,
         values: Mapping[int, torch.Tensor],
         gradients: Mapping[int, torch.Tensor],
-        news: Iterable[News],
+        news: Iterable[TensorChanges],
     ) -> None:
         """Have what a copy of the workers has, who are gone.
 
@@ -361,9 +361,9 @@ class _Draft:
         self.zeroed |= newer.zeroed
         self.requires_grad |= newer.requires_grad
 
-    def news(self) -> News:
+    def news(self) -> TensorChanges:
         """As it is sent."""
-        return News(
+        return TensorChanges(
             dict(self.values), dict(self.gradients), sorted(self.zeroed), dict(self.requires_grad)
         )
 

@@ -15,7 +15,7 @@ from penstock.workers.optimizer_parts import (
     warn_of_no_gradients,
 )
 from penstock.workers.processes.jobs import FetchState, LoadState
-from penstock.workers.ray.jobs import News, Step
+from penstock.workers.ray.jobs import Step, TensorChanges
 from penstock.workers.ray.model import DriverModel
 
 
@@ -44,7 +44,7 @@ class ActorParts:
         places: Sequence[int],
         model: DriverModel,
         run: Callable[..., list[Any]],
-        news: Callable[[], Sequence[News]],
+        news: Callable[[], Sequence[TensorChanges]],
     ) -> None:
         self.number = number
         self._owners = owners

@@ -13,10 +13,10 @@ from typing import Any
 from penstock.board.activity import Activity
 from penstock.board.memory import Board, Reading
 from penstock.board.runs import new_board
-from penstock.errors import InputError, WorkerDied, WorkerTimeout
+from penstock.errors import BY_USER, InputError, WorkerDied, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.workers.heartbeat import Pulse
-from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
+from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 from penstock.workers.ranks.rendezvous import Entry
 from penstock.workers.ray.actor import Actor
 from penstock.workers.ray.cluster import Cluster, kill, ray
@@ -320,7 +320,7 @@ class ActorPool(Pool):
         finally:
             self._stuck.update(worker for each in given_up for worker in each.waits_for)
 
-    def close(self, why: str = "close() was called") -> None:
+    def close(self, why: str = BY_USER) -> None:
         """Let the workers go, for good; `why` is what later calls will say."""
         if self._closed_because is None or (self.keeps_survivors and self._end.alive):
             self._closed_because = self._closed_because or why
@@ -396,9 +396,9 @@ class ActorPool(Pool):
             self._note(worker, self._deaths.get(worker) or self._lost(worker, error), current)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be read in this process.")
-            current.results.setdefault(worker, Result(None, error))
+            current.results.setdefault(worker, JobResult(None, error))
         else:
-            result = Result(None, value) if failed else Result(value, None)
+            result = JobResult(None, value) if failed else JobResult(value, None)
             current.results.setdefault(worker, result)
 
     def _note(self, worker: int, died: WorkerDied, current: Dispatch) -> None:
@@ -406,7 +406,7 @@ class ActorPool(Pool):
         self._deaths.setdefault(worker, died)
         for each in (current, *self._open):
             if worker in each.given:
-                each.results.setdefault(worker, Result(None, died))
+                each.results.setdefault(worker, JobResult(None, died))
 
     def _stopped(self) -> list[int]:
         """The workers on this machine that a signal has stopped."""

@@ -77,9 +77,9 @@ class ActorRank(RankWorkers):
             self._around.append(around)
             return self.start(order)
 
-    def _run(self, order: Order, number: int, timeout: float) -> Outcome:
+    def _run(self, order: Order, number: int, timeout: float, is_checked: bool) -> Outcome:
         with self._around.popleft():
-            return super()._run(order, number, timeout)
+            return super()._run(order, number, timeout, is_checked)
 
     def assembly(self, training: bool) -> Assembly:
         """The stages of this rank in this mode."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,35 +24,37 @@ from penstock.devices.settings import Settings
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PenstockError, WorkerDied, closed
 from penstock.links.handshake import new_secret, this_machine
-from penstock.links.pickling import Outbox, Packed, pack
+from penstock.links.pickling import Outbox, Packed
 from penstock.plan import Plan
 from penstock.plan.shares import blocks
 from penstock.storage.part import Part
-from penstock.workers.backend import Role, Workers
+from penstock.workers.backend import Role
 from penstock.workers.clipping import Clipping
+from penstock.workers.driven import (
+    DrivenWorkers,
+    bring,
+    divided,
+    name_of,
+    pack_named,
+    packed_loss,
+    packed_news,
+)
 from penstock.workers.members import Member
-from penstock.workers.memories import Left, Losses
+from penstock.workers.memories import SideEffects
 from penstock.workers.optimizer_parts import Groups, Parts, settings_of
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
 from penstock.workers.processes.following import Following, Unchanged
-from penstock.workers.processes.jobs import DropStates, FetchMemory, FetchStates, Modes
+from penstock.workers.processes.jobs import FetchMemory, Modes
 from penstock.workers.processes.remembering import (
     Finder,
     Found,
-    Key,
+    StateKey,
     changes,
     check_apart,
     make_all,
 )
-from penstock.workers.processes.workers import (
-    bring,
-    divided,
-    name_of,
-    packed_loss,
-    packed_news,
-)
-from penstock.workers.ranks.clocks import Apart
+from penstock.workers.ranks.clocks import ClockOffset
 from penstock.workers.ray.actor import ActorState
 from penstock.workers.ray.copies import Copy
 from penstock.workers.ray.copying import Copying, is_done, leaves_traces, may_be_done, without
@@ -73,8 +73,8 @@ from penstock.workers.ray.jobs import (
     Leave,
     Listen,
     MakePart,
-    News,
     StartPass,
+    TensorChanges,
     Unscale,
     Update,
 )
@@ -94,7 +94,7 @@ _COPIED = 4  # times the bytes of the model: gradients, and what Adam remembers
 Ticket = tuple[Order, Dispatch, Copy | None]
 
 
-class RayWorkers(Workers):
+class RayWorkers(DrivenWorkers):
     """Actors of a Ray cluster; the script has no stage.
 
     Args:
@@ -124,7 +124,8 @@ class RayWorkers(Workers):
     ) -> None:
         self._plan = plan
         self._whole = model
-        self._pool = pool
+        super().__init__(pool)
+        self._pool: ActorPool = pool
         self._timeout = timeout
         self._places = range(plan.workers_per_replica)
         self.board = pool.board
@@ -138,15 +139,10 @@ class RayWorkers(Workers):
         self._training: tuple[bool, ...] = ()
         self._changing: dict[bool, dict[int, torch.Tensor]] = {True: {}, False: {}}
         self._leaves_traces = {True: True, False: False}
-        self._forgotten: deque[tuple[bool, int]] = deque()
         self._optimizers = 0
         self._parts: weakref.WeakSet[ActorParts] = weakref.WeakSet()
-        self._losses = Losses()
         self._watch: Watch | None = None
-        self._ahead = Apart()  # of this clock: that of the first worker
-        self._lock = threading.RLock()  # a signal's handler may close, too
-        self._starter: int | None = None  # the thread that gave the last jobs
-        self._closer: int | None = None  # the one that closes
+        self._ahead = ClockOffset()  # of this clock: that of the first worker
         self._copying: Copying | None = None
         self._holding: dict[int, torch.Tensor] = {}  # for a pass that is run again
         self._is_brought = False  # whether the script has all that the workers have
@@ -306,7 +302,7 @@ class RayWorkers(Workers):
         member: Member,
         order: Order,
         loss: Packed | None,
-        news: News,
+        news: TensorChanges,
         training: Sequence[bool] | None,
         attributes: Packed | None,
     ) -> StartPass:
@@ -318,11 +314,10 @@ class RayWorkers(Workers):
         if len(share) < len(order.microbatches):
             values = [v if k in share else () for k, v in enumerate(part.values)]
             part = part.changed(values=values)
-        values = [tuple(map(_detached, each)) for each in part.values]
+        values = [tuple(map(_as_leaf, each)) for each in part.values]
         wanted = self.ownership.own(place, order.wanted)
-        asking = part.values
         return StartPass(
-            order=part.changed(loss=None, wanted=None, values=_asking(values, asking)),
+            order=part.changed(loss=None, wanted=None, values=values),
             loss=loss if is_last else None,
             news=news,
             training=training,
@@ -394,7 +389,7 @@ class RayWorkers(Workers):
 
     # -- copies ---------------------------------------------------------------------------
 
-    def _news(self) -> Sequence[News]:
+    def _news(self) -> Sequence[TensorChanges]:
         """What the script has done to tensors, for every place."""
         if not self._pool.under_way:
             self._model.doubt()  # what was told and not confirmed was interrupted
@@ -421,7 +416,7 @@ class RayWorkers(Workers):
             self._copying.done(copy)
         self._confirm()
 
-    def remembered(self) -> Left:
+    def remembered(self) -> SideEffects:
         """Have here what the copies have, although a worker has died.
 
         Raises:
@@ -448,21 +443,6 @@ class RayWorkers(Workers):
         self._model.close()
         self.board.close()
         return survivors
-
-    def forget(self, training: bool, number: int) -> None:
-        """Let go of what stages hold of this batch, with the next pass."""
-        self._forgotten.append((training, number))
-
-    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Copies of the values that are with the workers."""
-        found: list[dict[int, torch.Tensor]] = self._run(
-            [FetchStates(tuple(numbers))] * len(self.members)
-        )
-        return {number: value for each in found for number, value in each.items()}
-
-    def drop_states(self, numbers: Sequence[int]) -> None:
-        """Let go of values that stay with the workers."""
-        self._run([DropStates(tuple(numbers))] * len(self.members))
 
     def check(self) -> None:
         """Raise if tensors were changed here that the script had older values of."""
@@ -536,15 +516,9 @@ class RayWorkers(Workers):
         owners: Sequence[Sequence[nn.Parameter]],
     ) -> Parts:
         """An optimizer whose parts are in the workers."""
+        pack_named("the optimizer's options", (kind, dict(options), settings_of(groups)))
         number, self._optimizers = self._optimizers, self._optimizers + 1
         used = [parts.number for parts in self._parts]
-        try:
-            pack((kind, dict(options), settings_of(groups)))
-        except Exception as error:
-            raise InputError(
-                f"the optimizer's options cannot be sent to workers: {type(error).__name__}: "
-                f'{error}. Use workers="threads"'
-            ) from error
         try:
             every = [
                 [p for m in self.members if m.place == place for p in owners[m.number]]
@@ -571,7 +545,7 @@ class RayWorkers(Workers):
         self._parts.add(parts)
         return parts
 
-    def _with_news(self, job: Callable[[News], Job]) -> list[Any]:
+    def _with_news(self, job: Callable[[TensorChanges], Job]) -> list[Any]:
         """For every worker a job that comes with the news of its tensors."""
         return self._of_places([job(news) for news in self._news()])
 
@@ -585,7 +559,8 @@ class RayWorkers(Workers):
             if not self._model.knows(parameter):
                 raise InputError(
                     f"a parameter of shape {tuple(parameter.shape)} is none of the model's, whose "
-                    "gradients are with workers in a Ray cluster; give them together only"
+                    "gradients are with workers in a Ray cluster: pass only the model's parameters "
+                    "here, and clip others with torch.nn.utils.clip_grad_norm_"
                 )
         return self._model.numbers(parameters)
 
@@ -698,11 +673,11 @@ class RayWorkers(Workers):
 
     # -- what they remember ---------------------------------------------------------------
 
-    def left(self) -> Left:
+    def left(self) -> SideEffects:
         """What forwards have left with the actors, and what losses may remember."""
         return self._left_by(self._run([FetchMemory()] * len(self.members)))
 
-    def _left_by(self, found: Sequence[Mapping[Key, Found]]) -> Left:
+    def _left_by(self, found: Sequence[Mapping[StateKey, Found]]) -> SideEffects:
         """What forwards have left, as the workers have said, for the script's modules."""
         finder = Finder(self._modules, self._model.tensors)
         name = partial(name_of, self._whole, finder)
@@ -714,7 +689,7 @@ class RayWorkers(Workers):
         said = [name(change.key) for made in every for change in made]
         said += ["the loss function or the metrics"] if self._losses.may_remember() else []
         all_made = [change for made in every for change in made]
-        return Left(", ".join(said), partial(make_all, all_made))
+        return SideEffects(", ".join(said), partial(make_all, all_made))
 
     # -- status ---------------------------------------------------------------------------
 
@@ -726,32 +701,11 @@ class RayWorkers(Workers):
             found |= {number: reading for number, (_, reading) in self._pool.look(far).items()}
         return found
 
-    def stacks(self) -> Mapping[int, str]:
-        """What the actors are doing, with the stacks of their threads."""
-        return self._pool.describe(self.recorded)
-
-    def all_alive(self) -> bool:
-        """Whether no actor has ended, as far as Ray has said."""
-        return self._pool.all_alive()
-
     def wanted(self) -> int | None:
         """How many workers there should be now, by `Ray.min` and `Ray.max`."""
         return self._watch.wanted() if self._watch is not None else None
 
     # -- the end --------------------------------------------------------------------------
-
-    @contextmanager
-    def _starting(self) -> Iterator[None]:
-        """While open, no other thread closes.
-
-        Raises:
-            ClosedError: one does.
-        """
-        with self._lock:
-            if self._closer not in (None, threading.get_ident()):
-                raise closed("close() was called")
-            self._starter = threading.get_ident()
-            yield
 
     def bring(self) -> None:
         """Have in the script all that only the workers have."""
@@ -784,18 +738,17 @@ class RayWorkers(Workers):
 
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
-        me = threading.get_ident()
-        with self._lock:
-            self._closer = me
-            if self._watch is not None:
-                self._watch.close()
-            is_used = self._pool.under_way and self._starter != me  # that thread hears of it
-        if not is_used:
-            with suppress(PenstockError):  # if they are gone already, so is what they have
-                self._bring_at_last()
-        self._model.close()
-        self._pool.close()
-        self.board.close()
+        may_end = self._may_end()
+        if self._watch is not None:
+            self._watch.close()
+        try:
+            if may_end:
+                with suppress(PenstockError):  # if they are gone already, so is what they have
+                    self._bring_at_last()
+        finally:
+            self._model.close()
+            self._pool.close()
+            self.board.close()
 
 
 class _At:
@@ -827,16 +780,8 @@ def _link(one: str, other: str, same: bool) -> str:
     return "shared memory" if one == other else "torch.distributed (gloo)"
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _asking(values: Sequence[Any], given: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Detached values that ask for gradients where those that were given do."""
-    return [
-        tuple(
-            v.requires_grad_() if isinstance(g, torch.Tensor) and g.requires_grad else v
-            for v, g in zip(each, one, strict=True)
-        )
-        for each, one in zip(values, given, strict=True)
-    ]
+def _as_leaf(value: Any) -> Any:
+    """A tensor without its history, which asks for a gradient if it did; all else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)

@@ -13,7 +13,7 @@ from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.links.local import LocalLink
 from penstock.plan import Plan
-from penstock.workers.backend import DrivenBackend, Workers
+from penstock.workers.backend import DrivenBackend, Workers, timeout_of
 from penstock.workers.gate import gate_of
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
 from penstock.workers.threads.pool import ThreadPool
@@ -52,7 +52,7 @@ class ThreadBackend(DrivenBackend):
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
         """Start one thread per device, each with its share of the cores."""
-        seconds = self.timeout(plan, timeout)
+        seconds = timeout_of(plan, timeout)
         return ThreadWorkers(plan, self.in_order(plan), self.threads, seconds, gate_of(model))
 
 

@@ -17,7 +17,7 @@ from penstock.devices.streams import on
 from penstock.errors import IN_A_FORK
 from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
-from penstock.workers.pool import Dispatch, Job, Late, Pool, Result
+from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 
 _GRACE = 5.0  # seconds that workers have to notice that a step was given up
 _FRAMES = 4  # of the stack of a worker that is late
@@ -35,7 +35,7 @@ class Ringing(Dispatch):
         self._count = count
         self.bell: SimpleQueue[None] = SimpleQueue()
 
-    def report(self, worker: int, result: Result) -> None:
+    def report(self, worker: int, result: JobResult) -> None:
         """Called by the worker; what it says first counts."""
         self.results.setdefault(worker, result)
         if result.error is not None or len(self.results) == self._count:
@@ -157,7 +157,7 @@ def _serve(
             except BaseException as raised:
                 error = raised
             del order, job  # what they hold goes before the caller is told
-            current.report(index, Result(value, error))
+            current.report(index, JobResult(value, error))
             del current, value, error
 
 

@@ -123,8 +123,9 @@ class ThreadWorkers(Workers):
             ]
         for index, common in enumerate(self._in_order):
             common.add(way.stages[index].spans, self._ran.forwards)
-        for replica, assembly in zip(self._replicas, self._assemblies[way.training], strict=True):
-            assembly.add(self._way_of(replica, way))
+        own = [self._way_of(replica, way) for replica in self._replicas]  # all, or none
+        for assembly, of_replica in zip(self._assemblies[way.training], own, strict=True):
+            assembly.add(of_replica)
         self.ownership.add(way)
 
     def _twins_of_stages(self, replica: int) -> dict[int, Twins]:
@@ -272,7 +273,7 @@ class ThreadWorkers(Workers):
             torch.clear_autocast_cache()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def modules_idle(self) -> Iterator[None]:
         """While open, no thread is amid a module."""
         try:
             with self._gate.alone(self._timeout):

@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.comparison.reference import one_device
 from penstock.engine.batch import Batch
 from penstock.engine.objective import Objective
-from penstock.engine.orders import Order, Outcome, Pass
+from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.runner import Runner
 from penstock.workers.backend import Backend, Kind
 from penstock.workers.kinds import WorkerOptions
@@ -122,7 +122,7 @@ class Rig:
 
     # -- passes ---------------------------------------------------------------------------
 
-    def order(self, what: Pass, x: torch.Tensor = X, loss_fn: Any = F.mse_loss) -> Order:
+    def order(self, what: PassKind, x: torch.Tensor = X, loss_fn: Any = F.mse_loss) -> Order:
         """A pass of a batch, in the midst of an operation."""
         role, training = self.workers.role, self.model.training
         batch = None
@@ -138,12 +138,12 @@ class Rig:
         self.runner.counts.count(order.microbatches[0].key.step)
         return order
 
-    def started(self, what: Pass, x: torch.Tensor = X, **options: Any) -> Any:
+    def started(self, what: PassKind, x: torch.Tensor = X, **options: Any) -> Any:
         """The ticket of a pass that runs."""
         with self.workers.operation("a start"):
             return self.workers.start(self.order(what, x, **options))
 
-    def run(self, what: Pass, x: torch.Tensor = X, **options: Any) -> Outcome:
+    def run(self, what: PassKind, x: torch.Tensor = X, **options: Any) -> Outcome:
         """What comes of a pass."""
         return self.workers.finish(self.started(what, x, **options))
 

@@ -13,8 +13,8 @@ from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.workers.members import Member
-from penstock.workers.pool import Dispatch, Result
-from penstock.workers.processes.remembering import Key, Memory
+from penstock.workers.pool import Dispatch, JobResult
+from penstock.workers.processes.remembering import Memory, StateKey
 from penstock.workers.ray.copies import (
     GRADIENT,
     MEMORY,
@@ -326,8 +326,8 @@ def test_what_replicas_have_is_left_with_one_of_them() -> None:
 
 
 def test_attributes_that_the_script_has_set_since_stay() -> None:
-    def key(number: int, name: str, registry: str = "") -> Key:
-        return Key("module", number, registry, name)
+    def key(number: int, name: str, registry: str = "") -> StateKey:
+        return StateKey("module", number, registry, name)
 
     memory: Any = dict.fromkeys([key(0, "a"), key(0, "b"), key(1, "a"), key(0, "a", "hooks")])
     left = [key(0, "b"), key(1, "a"), key(0, "a", "hooks")]
@@ -391,6 +391,6 @@ def test_whether_work_that_was_interrupted_may_be_done(
 ) -> None:
     current = None if ends is None else Dispatch(0)
     if current is not None:
-        current.results = {k: Result(None, end) for k, end in enumerate(ends or ())}
+        current.results = {k: JobResult(None, end) for k, end in enumerate(ends or ())}
     assert may_be_done(current, error) is may_be
     assert current is None or not is_done(current, 2)

@@ -1,0 +1,224 @@
+"""Workers in other processes, which this one drives by jobs: on this machine or in a cluster."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.capture.attributes import named_tensors
+from penstock.capture.trees import tree_leaves
+from penstock.engine.ends import Loss
+from penstock.errors import BY_USER, InputError, closed
+from penstock.links.pickling import Packed, pack
+from penstock.storage.part import Part
+from penstock.workers.backend import Workers
+from penstock.workers.memories import Losses
+from penstock.workers.pool import Job, Pool
+from penstock.workers.processes.following import AttributeChanges
+from penstock.workers.processes.jobs import DropStates, FetchStates, WritePart
+from penstock.workers.processes.remembering import Finder, StateKey
+from penstock.workers.saving import Portion, SaveOrder
+
+
+class DrivenWorkers(Workers):
+    """What worker processes and actors have in common.
+
+    Args:
+        pool: runs their jobs.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._forgotten: deque[tuple[bool, int]] = deque()
+        self._losses = Losses()
+        self._lock = threading.RLock()  # a signal's handler may close, too
+        self._starter: int | None = None  # the thread that gave the last jobs
+        self._closer: int | None = None  # the one that closes
+
+    @abstractmethod
+    def _run(self, jobs: Sequence[Job]) -> list[Any]:
+        """Run a job on every worker, and wait for all.
+
+        Args:
+            jobs: by worker.
+        """
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """While open, no other thread closes.
+
+        Raises:
+            ClosedError: one does.
+        """
+        with self._lock:
+            if self._closer not in (None, threading.get_ident()):
+                raise closed(BY_USER)
+            self._starter = threading.get_ident()
+            yield
+
+    def _may_end(self) -> bool:
+        """Have no other thread start jobs any more; whether none waits for its own now."""
+        me = threading.get_ident()
+        with self._lock:
+            self._closer = me
+            return not self._pool.under_way or self._starter == me
+
+    def forget(self, training: bool, number: int) -> None:
+        """Let go of what stages hold of this batch, with the next pass."""
+        self._forgotten.append((training, number))
+
+    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Copies of the values that are with the workers."""
+        found: list[dict[int, torch.Tensor]] = self._run(
+            [FetchStates(tuple(numbers))] * len(self.members)
+        )
+        return {number: value for each in found for number, value in each.items()}
+
+    def drop_states(self, numbers: Sequence[int]) -> None:
+        """Let go of values that stay with the workers."""
+        self._run([DropStates(tuple(numbers))] * len(self.members))
+
+    def stacks(self) -> Mapping[int, str]:
+        """What the workers are doing, with the stacks of all their threads."""
+        return self._pool.describe(self.recorded)
+
+    def all_alive(self) -> bool:
+        """Whether none has ended, as far as is known."""
+        return self._pool.all_alive()
+
+
+class Numbered(Protocol):
+    """Tensors that workers know by numbers, see `SharedModel`."""
+
+    def number(self, place: int, tensor: Any) -> int | None:
+        """The number by which the workers at a place know a tensor."""
+
+    def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
+        """The names of their tensors by these numbers, out of those by their ids."""
+
+
+def divided(
+    save: SaveOrder, shared: Numbered, places: Sequence[int]
+) -> tuple[list[WritePart], Part | None, Portion, int]:
+    """What worker processes write, and what is left for their driver.
+
+    Args:
+        save: what is to be written.
+        shared: the tensors that they share.
+        places: of all workers.
+
+    Returns:
+        the jobs; the driver's part, if it has one, its portion, and how many parts there are.
+    """
+    left = Portion()
+    found: list[tuple[dict[str, int], dict[int, str]]] = []
+    for place, portion in zip(places, save.portions, strict=True):
+        known = {n: shared.number(place, t) for n, t in portion.tensors.items()}
+        own = {name: number for name, number in known.items() if number is not None}
+        left.tensors |= {n: t for n, t in portion.tensors.items() if n not in own}
+        for label, states in portion.states.items():
+            left.states.setdefault(label, {}).update(states)
+        found.append((own, shared.names(place, save.names)))
+    numbers = {label: p.number for label, p in save.remote.items() if p.number is not None}
+    parts = save.parts(more=int(bool(left.tensors or any(left.states.values()))))
+    jobs = [
+        WritePart(part, own, parameters, numbers, save.background)
+        for part, (own, parameters) in zip(parts, found, strict=False)
+    ]
+    rest = parts[len(found)] if len(parts) > len(found) else None
+    return jobs, rest, left, len(parts)
+
+
+def name_of(model: nn.Module, finder: Finder, key: StateKey) -> str:
+    """A place in a model, in words."""
+    if key.kind == "tensor":
+        tensor = finder.tensors[key.number]
+        names = (name for name, own in named_tensors(model) if own is tensor)
+        return f"what a hook of {next(names, 'a tensor')!r} remembers"
+    module = finder.modules[key.number]
+    path = next((path for path, own in model.named_modules() if own is module), "")
+    where = f"{path!r} ({type(module).__name__})" if path else f"the {type(module).__name__}"
+    if key.registry:
+        return f"what a hook of the module {where} remembers"
+    return f"the attribute {key.name!r} of the module {where}"
+
+
+def pack_named(what: str, obj: Any) -> Packed:
+    """What is to be sent to a worker.
+
+    Args:
+        what: it is, in words.
+        obj: it.
+
+    Raises:
+        InputError: it cannot be sent.
+    """
+    try:
+        return pack(obj)
+    except Exception as error:
+        raise InputError(
+            f"{what} cannot be sent to a worker's process: {type(error).__name__}: {error}. "
+            'Use workers="threads"'
+        ) from error
+
+
+@torch.no_grad()
+def bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
+    """Let a loss function have the buffers that its twin in a worker's process has now."""
+    for mine, theirs in zip(loss.buffers if loss else (), buffers, strict=True):
+        mine.copy_(theirs)
+
+
+def packed_news(news: AttributeChanges, modules: Sequence[nn.Module]) -> Packed | None:
+    """The attributes of a worker's modules that have changed, if some have."""
+    if not news:
+        return None
+    kinds = [type(module).__name__ for module in modules]
+    names = [f"{kinds[k]}.{name}" for k, names in news.items() for name in names]
+    return pack_named(f"what was changed ({', '.join(names)})", news)
+
+
+def packed_loss(loss: Loss, backward: bool) -> Packed:
+    """A loss, to be sent to the worker that has the last stage.
+
+    Args:
+        loss: with the batch's targets.
+        backward: whether there are gradients at all.
+
+    Raises:
+        InputError: it cannot be sent; or it or a target has tensors that ask for a gradient, which
+            would be left in a worker's process.
+    """
+    try:
+        found = pack(loss)
+    except Exception:
+        pack_named("the loss function", (loss.function, loss.more))
+        pack_named("the target or the metrics function", (loss.targets, loss.metrics))
+        raise
+    if not backward:
+        return found
+    if _ask_for_gradients(found.tensors) and _ask_for_gradients(
+        pack((loss.function, loss.more)).tensors
+    ):
+        raise InputError(
+            "the loss function uses parameters, or other tensors that require a gradient, which "
+            "would be left in a worker's process. Make it a part of the model, or use "
+            'workers="threads"'
+        )
+    if _ask_for_gradients(tree_leaves(loss.targets)):
+        raise InputError(
+            "the target requires a gradient, which would be left in a worker's process; give "
+            'target.detach(), or use workers="threads"'
+        )
+    return found
+
+
+def _ask_for_gradients(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
