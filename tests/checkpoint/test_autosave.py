@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.checkpoint.autosave import Autosave
+from penstock.checkpoint.contents import generators_now, use_generators
 from penstock.storage.folder import INDEX
 from tests.checkpoint.autosaving import (
     EPOCHS,
@@ -131,17 +132,17 @@ def _noted(saved: list[int], trained: int, folder: Path, background: bool) -> No
 def test_a_position_that_was_restored_is_saved_again_before_it_is_used() -> None:
     torch.manual_seed(1)
     batches = ps.Batches(shuffled())
-    seen, state, generator = [], {}, torch.get_rng_state()
+    seen, state, generators = [], {}, generators_now()
     for number, batch in enumerate(batches):
         seen.append(batch)
         if number == 0:
-            state, generator = batches.state_dict(), torch.get_rng_state()
+            state, generators = batches.state_dict(), generators_now()
     for _ in range(2):  # restored, and saved as it is
         batches = ps.Batches(shuffled())
         batches.load_state_dict(state)
         state = batches.state_dict()
         assert batches.undone.state_dict() == state
-    torch.set_rng_state(generator)  # as a checkpoint does
+    use_generators(generators)  # as a checkpoint does
     assert all(map(torch.equal, batches, seen[1:]))
 
 
