@@ -59,6 +59,7 @@ class Job:
 
     Attributes:
         group, seed: as given.
+        streamer: the user's, which gets every value once.
         result: what the model's `generate` has returned, when it has.
         error: why it has not; `None` if it has not failed.
         is_over: whether it has ended, in either way.
@@ -71,11 +72,13 @@ class Job:
         self.result: Any = None
         self.error: Exception | None = None
         self.is_over = False
+        streamer = group.kwargs.get("streamer")
+        self.streamer = None if streamer is None else _Once(streamer)
         self._tokens: deque[torch.Tensor] = deque()
         self._seen = self._given = 0  # tokens of each sequence, and of these those that were given
         self._is_prompted = False
 
-    def taken(self) -> Iterator[Tokens]:
+    def new_tokens(self) -> Iterator[Tokens]:
         """The new tokens that were not taken yet."""
         while self._tokens:
             tokens = self._tokens.popleft()
@@ -86,6 +89,8 @@ class Job:
     def begin(self) -> None:
         """It begins, perhaps again: tokens that come once more are left out."""
         self._seen, self._is_prompted = 0, False
+        if self.streamer is not None:
+            self.streamer.begin()
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt at first, then new tokens; called by `generate`.
@@ -103,6 +108,33 @@ class Job:
 
     def end(self) -> None:
         """Nothing more will come; called by `generate`."""
+
+
+class _Once:
+    """Hands on to a streamer what comes, and nothing twice if a job begins again.
+
+    Args:
+        streamer: the user's.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._seen = self._given = 0  # values
+
+    def begin(self) -> None:
+        """The job begins, perhaps again."""
+        self._seen = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, or new tokens; called by `generate`."""
+        self._seen += 1
+        if self._seen > self._given:
+            self._given = self._seen
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        """Nothing more will come; called by `generate`."""
+        self._streamer.end()
 
 
 @dataclass(eq=False)
@@ -220,6 +252,8 @@ class Generator:
             kwargs = dict(job.group.kwargs)
             if job.streams:
                 kwargs["streamer"] = job
+            elif job.streamer is not None:
+                kwargs["streamer"] = job.streamer
             model: Any = stand_in(self._model, forward)
             result = model.generate(*job.group.args, **kwargs)
             if not next(asked):
@@ -450,7 +484,7 @@ def run(generator: Generator, jobs: Sequence[Job]) -> Iterator[Tokens]:
             for job in generator.step():
                 if job.error is not None:
                     raise job.error
-                for tokens in job.taken():
+                for tokens in job.new_tokens():
                     yield tokens
                     generator.script_ran()
     finally:

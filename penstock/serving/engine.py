@@ -242,7 +242,7 @@ class Engine:
 
     def _emit(self, ticket: Ticket, number: int) -> None:
         job = ticket.jobs[number]
-        tokens = [int(each.tokens[0]) for each in job.taken()]
+        tokens = [int(each.tokens[0]) for each in job.new_tokens()]
         if tokens or job.is_over:
             ticket.emit(number, tokens, job.is_over)
         if job.is_over:

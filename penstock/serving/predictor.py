@@ -38,7 +38,7 @@ class Prediction:
         self.error: Exception | None = None
         self.is_over = False
 
-    def taken(self) -> Iterator[Tokens]:
+    def new_tokens(self) -> Iterator[Tokens]:
         """No tokens come of a call."""
         return iter(())
 

@@ -51,7 +51,7 @@ class Living:
         """Note values that workers may have and that nobody will ever have."""
         self._lost.extend(numbers)
 
-    def taken(self) -> list[int]:
+    def drain(self) -> list[int]:
         """The numbers of values that the workers are now told to let go."""
         gone = [self._gone.popleft().number for _ in range(len(self._gone))]
         for number in gone:

@@ -393,7 +393,7 @@ class Sessions:
             taken[k] = seen.value.number
             if operations := seen.on_worker():
                 after[k] = operations
-        return States(taken, after, first, self._living.taken())
+        return States(taken, after, first, self._living.drain())
 
     def finish(self, done: SessionPass) -> Any:
         """Wait for a pass; returns the model's result, with its states as `Resident`s."""
@@ -454,7 +454,7 @@ class Sessions:
         found = Followed()
         for _ in self.together.followed(_CALL, found):
             pass
-        self._living.taken()  # the one that leads says what the workers let go
+        self._living.drain()  # the one that leads says what the workers let go
         if found.last is None:
             raise StatesLost(GONE)
         start, started, outcome = found.last
@@ -498,7 +498,7 @@ class Sessions:
         """Let the workers let go of what nobody has any more; no pass is under way."""
         if self.together.has_failed:
             return
-        gone = self._living.taken()
+        gone = self._living.drain()
         if gone or self._weights_since is not None:
             self._weights_since = None
             # who is gone has let go of everything

@@ -39,6 +39,34 @@ def test_a_worker_dies(on_failure: Any) -> None:
     assert torch.equal(again, wanted)
 
 
+class Streamer:
+    """Gets the prompt and then the tokens; ends a worker's process in the midst of them."""
+
+    def __init__(self, pipe: ps.Pipeline) -> None:
+        self.pipe = pipe
+        self.values: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.flatten().tolist())
+        if len(self.values) == 6:
+            kill(self.pipe, 1)
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def test_a_streamer_gets_nothing_twice_when_a_worker_dies() -> None:
+    model, ids = gpt2(), tokens(1)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": True}
+    with pipeline(model, "processes", on_failure="replace") as pipe:
+        streamer = Streamer(pipe)
+        found = pipe.generate(ids, seed=3, streamer=streamer, **options)
+        assert pipe.members.number == 1
+    assert streamer.values == [ids[0].tolist(), *([token] for token in found[0, 7:].tolist())]
+    assert streamer.ends == 1
+
+
 def test_a_worker_dies_and_nobody_takes_over() -> None:
     model, ids = gpt2(), tokens(4)
     with pipeline(model, "processes") as pipe:
