@@ -1061,8 +1061,7 @@ class Pipeline:
         """
         self._save_if_due()
         self._resize_if_due()
-        if not self._runner.is_busy:
-            self._sessions.drop()
+        self._sessions.drop_between_calls()
 
     def _resize_if_due(self) -> None:
         """Have as many workers as there should be by the user's policy, if there is a plan."""

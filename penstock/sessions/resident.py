@@ -102,10 +102,24 @@ class Value:
         self.is_copied = False
         living.add(self, shape)
 
+    def __reduce__(self) -> Any:
+        """As it is in another process, which gets results but not the workers' values."""
+        return _known_elsewhere, (self.number, self.stage, self.replica, self.made)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Value:
         """Itself: whoever reads it next has the worker copy it first, see `Seen.on_worker`."""
         self.is_copied = True
         return self
+
+
+def _known_elsewhere(
+    number: int, stage: int, replica: int, made: tuple[int | Size | Irregular, ...]
+) -> Value:
+    """A value of which another process says when nobody has it any more."""
+    found = Value.__new__(Value)
+    found.number, found.stage, found.replica, found.made = number, stage, replica, made
+    found.living, found.is_copied = Living(), False
+    return found
 
 
 class Seen(NamedTuple):

@@ -505,6 +505,11 @@ class Sessions:
             with suppress(ClosedError, WorkerError), self.together.broadcasting(Drop(gone)):
                 self._runner.surviving(lambda: self._runner.workers.drop_states(gone))
 
+    def drop_between_calls(self) -> None:
+        """As `drop`, when no session is called; ranks do it in the next call, all of them."""
+        if self.together.is_alone and not self._runner.is_busy:
+            self.drop()
+
     def refresh(self) -> None:
         """Have present weights in the model of this process, which runs parts of it itself."""
         self._runner.between_passes(lambda: self._runner.workers.refresh(self._program.model))

@@ -16,6 +16,7 @@ import torch
 
 import penstock as ps
 from penstock.checkpoint import saver
+from penstock.checkpoint.checkpoint import Checkpoint
 from penstock.storage import folder as storage
 from penstock.storage import part
 from penstock.storage.folder import INDEX, SAVING, Folder
@@ -327,3 +328,23 @@ def test_what_a_checkpoint_gives_is_not_its_own(run: Run, tmp_path: Path) -> Non
     saved.state("scheduler").clear()
     assert saved.data["data"]["losses"] == run.losses
     assert saved.state("scheduler")
+
+
+def test_a_save_that_is_committed_while_another_is_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.save(tmp_path)
+    look, looked = Checkpoint._check_sizes, []
+
+    def slow(checkpoint: Checkpoint) -> None:
+        looked.append(checkpoint.number)
+        if len(looked) == 1:
+            run.save(tmp_path)
+        look(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "_check_sizes", slow)
+    assert ps.load(tmp_path).number == 2
+    assert looked == [1, 2]
+    next(tmp_path.glob("training-*")).unlink()
+    with pytest.raises(ps.CheckpointError, match="is incomplete"):
+        ps.load(tmp_path)

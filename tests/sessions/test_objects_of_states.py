@@ -132,3 +132,21 @@ def test_a_first_pass_that_others_take_over() -> None:
         for one, other in zip(session.fetch(made), states, strict=True):
             assert torch.equal(one, other)
         assert torch.equal(session(X, made)[0], following)
+
+
+class Flagged(Cells):
+    """Does something else if the state says so, which it need not say."""
+
+    def forward(self, x: torch.Tensor, kept: Any = None) -> Any:
+        return super().forward(-x if getattr(kept, "turns", False) else x, kept)
+
+
+def test_an_attribute_that_an_object_gets_later_is_seen() -> None:
+    model = Flagged(in_place=True).eval()
+    with torch.no_grad(), pipeline(model) as pipe:
+        session = pipe.session()
+        (_, kept), (_, theirs) = session(X), model(X)
+        for k in range(5):
+            if k == 3:
+                kept.turns = theirs.turns = True
+            assert torch.equal(session(X + k, kept)[0], model(X + k, theirs)[0])
