@@ -238,9 +238,7 @@ class Runner:
         self.steps = Steps(program.example_sizes)
         self._user = _User(workers.ownership)
         self._under_way: list[Started] = []
-        self._awaiting_backward: dict[
-            int, Started
-        ] = {}  # forwards whose backward may come, by number
+        self._awaiting_backward: dict[int, Started] = {}  # forwards, by number
         self._updates = 0  # steps of optimizers
         self._lost: set[int] = set()  # numbers of those that the workers have lost
         self.use(plan, workers)
@@ -558,8 +556,9 @@ class Runner:
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
         try:
-            if self.workers.are_leaving and not self._under_way:
-                self._relieve()
+            recovery = self._who_recovers()
+            if recovery is not None and self.workers.are_leaving and not self._under_way:
+                recovery.relieve()
             started = Started(order, self.steps.begin())
         except BaseException:
             self._user.leave()
@@ -683,21 +682,15 @@ class Runner:
                 self._note_what_cannot_run_again()
                 begun = *self._under_way, *self._awaiting_backward.values()
                 repeatable = [started for started in begun if self._can_run_again(started)]
-                self._recover(death, deaths)
+                if (recovery := self._who_recovers()) is None:
+                    raise
+                recovery.recover(death, deaths)
                 for started in repeatable:
                     if started.before is not None:
                         started.before = started.before.renewed()
 
-    def _recover(self, death: WorkerDied, deaths: int) -> None:
-        recovery = None if self.recovery is None else self.recovery()
-        if recovery is None:
-            raise death
-        recovery.recover(death, deaths)
-
-    def _relieve(self) -> None:
-        recovery = None if self.recovery is None else self.recovery()
-        if recovery is not None:
-            recovery.relieve()
+    def _who_recovers(self) -> Recovery | None:
+        return None if self.recovery is None else self.recovery()
 
     def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.

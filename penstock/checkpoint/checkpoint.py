@@ -327,8 +327,8 @@ class Checkpoint:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
-                f"{path} cannot be read without running code in it: {error_in_short(error)}. Use "
-                "another checkpoint"
+                f"{path} cannot be read as plain data: {error_in_short(error)}. Use another "
+                "checkpoint"
             ) from error
 
 

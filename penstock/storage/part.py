@@ -197,9 +197,10 @@ def _check_loads(states: States) -> None:
 
 
 def error_in_short(error: Exception) -> str:
-    """What `torch.load` finds wrong with data that would run code."""
+    """What `torch.load` finds wrong, most often data that would run code."""
     code = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-    return f"it has a {code[1]}" if code else str(error).strip().splitlines()[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"it has a {code[1]}" if code else lines[0]
 
 
 def copied(value: Any) -> Any:

@@ -136,9 +136,7 @@ class ProcessWorkers(DrivenWorkers):
         self._turns: list[memoryview] = []  # how far replicas are
         self._backups = Backups()
         self._optimizers = 0
-        self._memories: dict[
-            int, Mapping[StateKey, Found]
-        ] = {}  # of workers, where something is left
+        self._memories: dict[int, Mapping[StateKey, Found]] = {}  # of workers that have some
         self._passes = 0
         self._parts: weakref.WeakSet[RemoteParts] = weakref.WeakSet()
         try:
