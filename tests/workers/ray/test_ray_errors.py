@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -204,11 +205,20 @@ def test_what_cannot_be_sent() -> None:
         step(pipe)
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    have_ray()
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ps.PenstockError, match=r"penstock\[ray\]"):
-        make()
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None
+import penstock as ps, torch
+ps.Pipeline(torch.nn.Linear(2, 2), (torch.ones(2, 2),), devices=["cpu"], workers="ray")
+"""
+
+
+def test_without_ray_the_error_says_what_to_install() -> None:
+    """In a Python of its own: threads of a Ray that runs here import it at any time."""
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "PenstockError: workers=\"ray\" needs the package ray" in ran.stderr
+    assert "pip install 'penstock[ray]'" in ran.stderr
 
 
 @pytest.mark.parametrize(
