@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.errors import InputError
 from penstock.torch_internals import foreach_zero, wrapper_subclass
@@ -77,8 +76,3 @@ class GradientElsewhere(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> GradientElsewhere:
         """Nobody changes it."""
         return self
-
-
-def has_real_gradient(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has a gradient in this process."""
-    return parameter.grad is not None and not isinstance(parameter.grad, GradientElsewhere)
