@@ -17,10 +17,10 @@ from penstock.autograd import Passage, backward_into_inputs, check_untransformed
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
 from penstock.capture.calls import ambient
-from penstock.capture.trees import map_leaves, tree_leaves
+from penstock.capture.trees import map_leaves, tree_leaves, without_history
 from penstock.capture.watching import with_owners
 from penstock.engine.batch import Batch, ByHand, Whole, arguments
-from penstock.engine.ends import Loss, UnavailableParameters, without_history
+from penstock.engine.ends import Loss, UnavailableParameters
 from penstock.engine.hooks import Opened
 from penstock.engine.microbatch import Merge, merge
 from penstock.engine.objective import Mixing, Objective

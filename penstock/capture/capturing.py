@@ -26,7 +26,7 @@ from penstock.capture.calls import (
 )
 from penstock.capture.dims import BatchDim, Dynamic, Varying, positional_names, varying_of_some
 from penstock.capture.equality import same
-from penstock.capture.forward import KEY, Forward, without_history
+from penstock.capture.forward import KEY, Forward
 from penstock.capture.generalising import by_shapes, traced, traced_evaluation
 from penstock.capture.meta import META, completed, held_on_meta, is_on_meta
 from penstock.capture.numbers import Given, Numeric, Where, found
@@ -39,7 +39,7 @@ from penstock.capture.program import Program
 from penstock.capture.results import joined
 from penstock.capture.signatures import Inputs
 from penstock.capture.sizes import Undecided, describe, differs_from
-from penstock.capture.trees import flatten, leaves_of
+from penstock.capture.trees import flatten, leaves_of, without_history
 from penstock.errors import CaptureError, InputError, PenstockError
 
 _MISSING = object()

@@ -20,7 +20,7 @@ from penstock.capture.preserve import Parameters, first_forward, untouched
 from penstock.capture.randomness import Key
 from penstock.capture.reads import input_property
 from penstock.capture.recorder import record
-from penstock.capture.trees import Structure, leaves_of, unflatten
+from penstock.capture.trees import Structure, leaves_of, unflatten, without_history
 
 KEY = Key(0, 0, 0)
 """Of the random numbers that recordings draw, unless others are to show."""
@@ -216,8 +216,3 @@ def _resting(model: nn.Module, trace: Trace) -> frozenset[str]:
         for name, module in model.get_submodule(target).named_modules(prefix=target)
         if not module.training
     )
-
-
-def without_history(leaf: object) -> Any:
-    """A leaf of a result, without what autograd knows of it."""
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

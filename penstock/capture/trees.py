@@ -394,3 +394,13 @@ def leaves_in_objects(structure: Structure | None) -> list[int]:
 
     look(structure, False)
     return found
+
+
+def without_history(leaf: object) -> Any:
+    """A tensor detached from its autograd graph, in the same memory; anything else as it is."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def cloned(leaf: object) -> Any:
+    """A tensor in memory of its own, still in its autograd graph; anything else as it is."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

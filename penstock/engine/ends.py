@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.capture.calls import ROWS, Join, Sizes
 from penstock.capture.lowering import assembled
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
-from penstock.capture.trees import flatten, map_leaves, unflatten
+from penstock.capture.trees import flatten, map_leaves, unflatten, without_history
 from penstock.devices.kinds import kind_of
 from penstock.devices.streams import Ahead
 from penstock.engine.microbatch import pieces_of, repeated
@@ -502,8 +502,3 @@ def to_device(value: object, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(device, non_blocking=kind_of(device).has_streams)
-
-
-def without_history(value: object) -> Any:
-    """A tensor without its history, everything else as it is."""
-    return value.detach() if isinstance(value, torch.Tensor) else value

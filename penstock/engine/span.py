@@ -301,7 +301,7 @@ def run_span(
     entry, results = _run_without_saving(recomputation, values)
     if not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
         return entry, results  # all of it is frozen: there is no backward to run it again for
-    return recomputation, tuple(_without_history(value) for value in results)
+    return recomputation, tuple(_as_leaf(value) for value in results)
 
 
 def _run_without_saving(recomputation: Recomputation, values: Values) -> tuple[Entry, Values]:
@@ -334,7 +334,8 @@ def _copied(value: object) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def _without_history(value: object) -> Any:
+def _as_leaf(value: object) -> Any:
+    """A tensor without its history, which asks for a gradient if it did; all else as it is."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     return value.detach().requires_grad_()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
-from penstock.capture.trees import map_leaves, tree_leaves
-from penstock.engine.ends import check_scalar, gradient_of, to_device, without_history
+from penstock.capture.trees import map_leaves, tree_leaves, without_history
+from penstock.engine.ends import check_scalar, gradient_of, to_device
 from penstock.engine.objective import Objective
 from penstock.engine.user_functions import callable_as
 from penstock.errors import InputError

@@ -24,11 +24,11 @@ from penstock.board.activity import EXCHANGING, Activity
 from penstock.board.memory import Board, Reading, Record, moved, opened
 from penstock.board.runs import new_board
 from penstock.cadence import is_power_of_two
-from penstock.capture.trees import map_leaves
+from penstock.capture.trees import map_leaves, without_history
 from penstock.devices.streams import on
 from penstock.engine.batch import digest
 from penstock.engine.batchnorm import move, replay
-from penstock.engine.ends import to_device, without_history
+from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.engine.residents import Residents
 from penstock.engine.span import MicroBatch
