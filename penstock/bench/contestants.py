@@ -28,7 +28,7 @@ from penstock.pipeline import Pipeline
 from penstock.plan import Plan, plan
 from penstock.planning.tuning import mean_square
 from penstock.profile.measure import profile
-from penstock.workers.threads.pool import ThreadPool
+from penstock.workers.thread_pool import ThreadPool
 
 RATE = 0.001
 RESNET50 = "torchvision.models:resnet50"

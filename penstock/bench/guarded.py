@@ -30,7 +30,7 @@ from penstock.bench import record
 from penstock.bench.subjects import Subject, subjects
 from penstock.capture.guards import Guards
 from penstock.engine.hooks import Opened
-from penstock.workers.processes.following import Following, Unchanged
+from penstock.workers.following import Following, Unchanged
 
 WARM_UP = 2
 FIRST = 20  # passes of which each may be audited

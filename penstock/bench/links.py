@@ -38,7 +38,7 @@ from penstock.devices.cores import use_threads
 from penstock.display.tables import Row, aligned
 from penstock.units import show_bytes
 from penstock.workers.backend import Kind
-from penstock.workers.processes.jobs import Modes
+from penstock.workers.common_jobs import Modes
 from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.processes.worker_state import WorkerState
 

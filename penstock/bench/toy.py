@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from penstock.bench.contestants import RATE
 from penstock.bench.turns import Contestant, measure, timed, warm_up
 from penstock.pipeline import Pipeline
-from penstock.workers.threads.pool import ThreadPool
+from penstock.workers.thread_pool import ThreadPool
 
 _STEPS = 20  # that are timed together: one takes well below a millisecond
 

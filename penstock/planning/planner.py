@@ -29,7 +29,7 @@ from penstock.profile.cache import cached_profiles
 from penstock.profile.measure import SECONDS, bytes_across, weights_across, with_states
 from penstock.workers.backend import Backend
 from penstock.workers.probe import LinkProbe, with_links
-from penstock.workers.threads.backend import ThreadProbe
+from penstock.workers.thread_probe import ThreadProbe
 
 _LOG = logging.getLogger("penstock")
 

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +20,11 @@ from penstock.errors import BY_USER, InputError, closed
 from penstock.links.pickling import Packed, pack
 from penstock.storage.part import Part
 from penstock.workers.backend import Workers
-from penstock.workers.memories import Losses
+from penstock.workers.common_jobs import DropStates, FetchMemory, FetchStates, WritePart
+from penstock.workers.following import AttributeChanges
+from penstock.workers.memories import Losses, SideEffects
 from penstock.workers.pool import Job, Pool
-from penstock.workers.processes.following import AttributeChanges
-from penstock.workers.processes.jobs import DropStates, FetchStates, WritePart
-from penstock.workers.processes.remembering import Finder, StateKey
+from penstock.workers.remembering import Finder, Found, StateKey, changes, check_apart, make_all
 from penstock.workers.saving import Portion, SaveOrder
 
 
@@ -32,10 +33,12 @@ class DrivenWorkers(Workers):
 
     Args:
         pool: runs their jobs.
+        model: the whole model, which this process has.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, model: nn.Module) -> None:
         self._pool = pool
+        self._whole = model
         self._forgotten: deque[tuple[bool, int]] = deque()
         self._losses = Losses()
         self._lock = threading.RLock()  # a signal's handler may close, too
@@ -84,6 +87,33 @@ class DrivenWorkers(Workers):
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of values that stay with the workers."""
         self._run([DropStates(tuple(numbers))] * len(self.members))
+
+    @abstractmethod
+    def _finders(self) -> list[Finder]:
+        """For every place in a replica, what finds the modules and tensors of workers there."""
+
+    def left(self) -> SideEffects:
+        """What forwards have left with the workers, and what losses may remember."""
+        return self._side_effects(self._run([FetchMemory()] * len(self.members)))
+
+    def _side_effects(self, found: Sequence[Mapping[StateKey, Found]]) -> SideEffects:
+        """What forwards have left with the workers, to be brought to the modules of this process.
+
+        Args:
+            found: what every worker has, by its index.
+
+        Raises:
+            InputError: something cannot be brought here, or workers have different things.
+        """
+        made = []
+        for place, finder in enumerate(finders := self._finders()):
+            own = [found[k] for k, member in enumerate(self.members) if member.place == place]
+            made.append(changes(own, finder, partial(name_of, self._whole, finder)))
+        check_apart(made, [finder.modules for finder in finders])
+        every = [change for own in made for change in own]
+        names = [change.name for change in every]
+        names += ["the loss function or the metrics"] if self._losses.may_remember() else []
+        return SideEffects(", ".join(names), lambda: make_all(every))
 
     def stacks(self) -> Mapping[int, str]:
         """What the workers are doing, with the stacks of all their threads."""

@@ -176,6 +176,31 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles({name: imports_of(path, paths) for name, path in paths.items()}) == []
 
 
+KINDS = ("threads", "processes", "ranks", "ray")
+BUILT_ON = {"ray": {"ranks"}}
+"""Folders of one kind of workers that another may use: an actor is a rank."""
+
+
+def kinds_imported(path: Path) -> set[str]:
+    """The kinds of workers of which a file imports something."""
+    paths = {module_name(each): each for each in files()}
+    found = (name.split(".") for name in imports_of(path, paths) if name.count(".") > 1)
+    return {parts[2] for parts in found if parts[1] == "workers"} & set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_workers_do_not_import_each_other(kind: str) -> None:
+    """What several have in common is in `workers/` itself, where only `kinds.py` knows them."""
+    for path in (ROOT / "workers" / kind).glob("*.py"):
+        assert kinds_imported(path) <= {kind} | BUILT_ON.get(kind, set()), path
+
+
+def test_only_one_file_knows_all_kinds_of_workers() -> None:
+    folder = ROOT / "workers"
+    assert [p.name for p in folder.glob("*.py") if kinds_imported(p)] == ["kinds.py"]
+    assert kinds_imported(folder / "kinds.py") == set(KINDS)
+
+
 def test_circles_are_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d"}}) == [{"b", "c"}, {"d"}]
 

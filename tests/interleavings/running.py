@@ -352,7 +352,7 @@ def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
             ),
             mock.patch("penstock.devices.streams._PAGEABLE", 0),
             mock.patch("penstock.links.local.SimpleQueue", hosts.queue),
-            mock.patch("penstock.workers.threads.pool.SimpleQueue", hosts.queue),
+            mock.patch("penstock.workers.thread_pool.SimpleQueue", hosts.queue),
         ):
             yield
     finally:

@@ -231,7 +231,7 @@ def test_an_interrupt_as_a_worker_reports(
     pipe: ps.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that a worker said is lost, so nobody waits for it in vain."""
-    from penstock.workers.threads.pool import ThreadPool
+    from penstock.workers.thread_pool import ThreadPool
 
     wait, calls = ThreadPool._await_report, []
 

@@ -167,7 +167,7 @@ def test_where_it_is_ignored_it_stays_so() -> None:
 
 
 WITHOUT_MESSAGES = re.compile(
-    r"penstock/(pipeline|passes|runner|workers/(pool|(threads|processes)/workers|threads/pool))\.py$"
+    r"penstock/(pipeline|passes|runner|workers/(pool|thread_pool|(threads|processes)/workers))\.py$"
 )
 
 

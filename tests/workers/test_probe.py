@@ -10,7 +10,7 @@ from penstock.links.local import LocalLink
 from penstock.profile.data import Link
 from penstock.workers import probe
 from penstock.workers.probe import LinkProbe, measure_links, with_links
-from penstock.workers.threads.backend import ThreadProbe
+from penstock.workers.thread_probe import ThreadProbe
 from tests.profile.test_data import device, profile
 from tests.support.threads import NewThreads
 

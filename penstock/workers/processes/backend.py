@@ -20,7 +20,8 @@ from penstock.workers.backend import DrivenBackend, Workers, timeout_of
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
-from penstock.workers.processes.jobs import Enter, Modes
+from penstock.workers.common_jobs import Modes
+from penstock.workers.processes.jobs import Enter
 from penstock.workers.processes.pool import ProcessPool, Survivors
 from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers

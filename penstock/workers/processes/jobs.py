@@ -3,100 +3,44 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
 from penstock.board.activity import STARTING, UPDATING
 from penstock.board.memory import Board
 from penstock.capture.calls import Sizes
 from penstock.capture.randomness import Key
-from penstock.devices.allocator import keep_freed_memory
-from penstock.devices.cores import use_threads
-from penstock.devices.kind import Kind
 from penstock.devices.settings import Settings
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
-from penstock.engine.hooks import silenced
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.residents import States
 from penstock.engine.span import MicroBatch
 from penstock.engine.stage import Before
-from penstock.engine.state import kept
 from penstock.links.local import LocalLink
 from penstock.links.pickling import Packed, unpack
 from penstock.links.weights import Weights
-from penstock.links.wire import SPIN
-from penstock.loading import (
-    tolerate_missing_torchvision_operators,
-    tolerates_missing_torchvision_operators,
-)
 from penstock.plan import Plan
-from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly, own_casts
+from penstock.workers.common_jobs import leaving_no_trace
+from penstock.workers.following import AttributeChanges, follow
 from penstock.workers.members import Member
 from penstock.workers.memories import unchanged
 from penstock.workers.optimizer_parts import use_settings
-from penstock.workers.processes.following import AttributeChanges, follow
-from penstock.workers.processes.remembering import Found, StateKey
-from penstock.workers.processes.shared_model import Crossing, Gradients, Package, Shared
+from penstock.workers.process_state import freeze, loading
+from penstock.workers.processes.shared_model import Crossing, Gradients, Package
 from penstock.workers.processes.turns import Turnstile
-from penstock.workers.processes.worker_state import WorkerState, loading
-from penstock.workers.ways import modules_of
+from penstock.workers.processes.worker_state import WorkerState
+from penstock.workers.tensors import Shared
 
 End = tuple[Literal["sink", "source", "local"], int]
 """Which end of a link a worker has, and the number of its socket."""
-
-
-@dataclass(frozen=True)
-class Modes:
-    """What is process-wide besides the model.
-
-    Attributes:
-        threads: intra-op threads.
-        crowded: whether there are more workers than cores.
-        keep_freed_memory: see `penstock.devices.allocator`.
-        settings: as they are when the workers start.
-        torchvision: whether its operators are missing, and were declared.
-    """
-
-    doing: ClassVar[int] = STARTING
-
-    threads: int
-    crowded: bool
-    keep_freed_memory: bool
-    settings: Settings
-    torchvision: bool
-
-    @classmethod
-    def here(
-        cls, threads: int, workers: int, keep_freed_memory: bool, kind: Kind | None = None
-    ) -> Modes:
-        """Those of this process, for so many workers, and of a kind of device."""
-        return cls(
-            threads,
-            workers > len(os.sched_getaffinity(0)),
-            keep_freed_memory,
-            Settings.here(kind),
-            tolerates_missing_torchvision_operators(),
-        )
-
-    def __call__(self, own: WorkerState) -> None:
-        """Give this process the driver's settings of torch."""
-        use_threads(self.threads)
-        own.patience = 0.0 if self.crowded else SPIN
-        if self.keep_freed_memory:
-            keep_freed_memory()
-        self.settings.apply()
-        if self.torchvision:
-            tolerate_missing_torchvision_operators()
 
 
 @dataclass(frozen=True)
@@ -232,18 +176,13 @@ class AddWay:
             for number, mine in numbers.items():
                 tensor = own.seen[number] if mine is None else own.tensors[mine]
                 own.weights[stage].add(number, tensor)
-        with loading():
-            way, modules = own.inbox.unpack(self.way), own.inbox.unpack(self.modules)
-        own.modules += modules
-        own.watch(modules)
-        own.memory.note_new()
+        way, _ = own.unpack_way(self.way, self.modules)
         own.assemblies[way.training].add(way)
         if self.turns and own.turnstile:
             own.turnstile.extend(own.segment(*self.turns).integers())
         for index, common in own.replica.common.items():
             common.add(way.stages[index].spans, 0)
-        gc.collect()
-        gc.freeze()  # what is there now stays: the collector need not look at it every time
+        freeze()
 
 
 def take(own: WorkerState, packages: Sequence[Package]) -> None:
@@ -392,36 +331,6 @@ class RunLike:
         return RunPass(order, None, None, None, None, (), None)(own)
 
 
-@dataclass(frozen=True)
-class FetchStates:
-    """Values that this worker keeps between passes, by number.
-
-    Attributes:
-        numbers: of those that are wanted.
-    """
-
-    numbers: Sequence[int]
-
-    def __call__(self, own: WorkerState) -> dict[int, torch.Tensor]:
-        """Those that are here."""
-        return own.residents.fetch(self.numbers)
-
-
-@dataclass(frozen=True)
-class DropStates:
-    """Let go of values that this worker keeps between passes.
-
-    Attributes:
-        numbers: of those.
-    """
-
-    numbers: Sequence[int]
-
-    def __call__(self, own: WorkerState) -> None:
-        """Drop those that are here."""
-        own.drop_states(self.numbers)
-
-
 @contextmanager
 def _in_order(own: WorkerState) -> Iterator[None]:
     """Around a pass: modules that remember something wait for their turns among replicas."""
@@ -442,22 +351,6 @@ def _statistics(own: WorkerState, order: Order) -> dict[int, dict[int, list[Stat
     taken = [common.norms.take(numbers) for common in own.replica.common.values()]
     found = {id(module): seen for of_stage in taken for module, seen in of_stage.items()}
     return {k: found[id(m)] for k, m in enumerate(own.modules) if id(m) in found} if found else {}
-
-
-@contextmanager
-def leaving_no_trace(own: Iterable[nn.Module], assembly: Assembly, silent: bool) -> Iterator[None]:
-    """Around a pass that leaves nothing in modules, whatever its stages run.
-
-    Args:
-        own: the modules of the process.
-        assembly: its stages.
-        silent: whether users' hooks are not called.
-    """
-    spans = [s for stage in assembly.stages.values() for way in stage.ways for s in way]
-    modules = dict.fromkeys([*own, *modules_of(spans)])
-    buffers = {id(b): b for module in modules for b in module.buffers(recurse=False)}
-    with silenced(modules) if silent else nullcontext(), kept(modules, buffers.values()):
-        yield
 
 
 @dataclass(frozen=True)
@@ -514,76 +407,3 @@ class Step:
         for common in own.replica.common.values():
             common.wait_for(self.before)  # forwards that were started before have these weights
         part.step()
-
-
-@dataclass(frozen=True)
-class FetchState:
-    """What this worker's part of an optimizer remembers, by the numbers of parameters."""
-
-    number: int
-
-    def __call__(self, own: WorkerState) -> dict[Any, Any]:
-        """Give it, and under other keys what is no parameter's."""
-        return own.remembered(self.number)
-
-
-@dataclass(frozen=True)
-class LoadState:
-    """Let this worker's part of an optimizer remember something else.
-
-    Attributes:
-        number: of the optimizer.
-        state: by the numbers of parameters.
-    """
-
-    number: int
-    state: Mapping[int, Mapping[str, Any]]
-
-    def __call__(self, own: WorkerState) -> None:
-        """Copy it, as it came in memory that is only lent."""
-        part = own.optimizers[self.number]
-        part.state.clear()
-        for number, values in self.state.items():
-            part.state[own.tensors[number]] = {k: _owned(v) for k, v in values.items()}
-
-
-@dataclass(frozen=True)
-class FetchMemory:
-    """What this worker's forwards have left in its modules and hooks."""
-
-    def __call__(self, own: WorkerState) -> dict[StateKey, Found]:
-        """Give what is something else than when it came."""
-        return own.memory.found()
-
-
-@dataclass(frozen=True)
-class WritePart:
-    """Have a worker process write its part.
-
-    Attributes:
-        part: which.
-        tensors: their names, and the numbers by which the worker knows them.
-        parameters: the names of all its parameters, by those numbers.
-        optimizers: the numbers of optimizers, by the names under which they are saved.
-        background: whether to copy everything first, and then to return.
-    """
-
-    part: Part
-    tensors: Mapping[str, int]
-    parameters: Mapping[int, str]
-    optimizers: Mapping[str, int]
-    background: bool
-
-    def __call__(self, own: WorkerState) -> None:
-        """Write this worker's tensors and optimizer state by their names in the checkpoint."""
-        known = {id(own.tensors[number]): name for number, name in self.parameters.items()}
-        states = {
-            label: {known.get(id(k), k): v for k, v in own.optimizers[number].state.items()}
-            for label, number in self.optimizers.items()
-        }
-        tensors = {name: own.tensors[number] for name, number in self.tensors.items()}
-        self.part.save(tensors, states, self.background)
-
-
-def _owned(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -20,7 +20,8 @@ from penstock.workers.optimizer_parts import (
     warn_of_no_gradients,
 )
 from penstock.workers.pool import Job
-from penstock.workers.processes.jobs import FetchState, LoadState, Step
+from penstock.workers.common_jobs import FetchState, LoadState
+from penstock.workers.processes.jobs import Step
 from penstock.workers.processes.journal import (
     Adopt,
     Journal,

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,46 +24,13 @@ from penstock.links.segment import Place, Segment, fill, place_of
 from penstock.links.shared_memory import Slots
 from penstock.torch_internals import storage_uses
 from penstock.workers.ownership import conflict
+from penstock.workers.tensors import Shared, described, hooks_of_tensors
 
-_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dictionaries, or None
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
 _ALONE = storage_uses(torch.empty(1))
 
 Grant = Callable[[int, int], int]
 """Sends the workers at a place a file descriptor; returns the number under which they have it."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A tensor that a worker is given.
-
-    Attributes:
-        number: by which both sides know it.
-        place: where it is, in the segment that comes with it.
-        is_parameter: whether it is a parameter.
-        attributes: those that the user has set on it.
-        hooks: of its gradient: those that see it, and those that are called once it is added up.
-        shared: itself, if it is on a device other than the CPU, see `Kind.shared` in `devices/`.
-    """
-
-    number: int
-    place: Place
-    is_parameter: bool
-    attributes: dict[str, Any]
-    hooks: tuple[Sequence[Any], Sequence[Any]]
-    shared: Any = None
-
-    def tensor(self, memory: torch.Tensor) -> torch.Tensor:
-        """The worker's own tensor for this memory."""
-        if not self.is_parameter:
-            return memory.requires_grad_(self.place.requires_grad)
-        parameter = nn.Parameter(memory, self.place.requires_grad)
-        parameter.__dict__.update(self.attributes)
-        for hook in self.hooks[0]:
-            parameter.register_hook(hook)
-        for hook in self.hooks[1]:
-            parameter.register_post_accumulate_grad_hook(hook)
-        return parameter
 
 
 @dataclass(frozen=True)
@@ -558,20 +523,6 @@ def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[Place], int]:
 def _version(tensor: torch.Tensor) -> int:
     """How often it was changed in place, as autograd counts."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def hooks_of_tensors(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The hooks of their gradients, by numbers that are never used twice."""
-    registries = chain.from_iterable(map(_HOOKS, tensors))
-    return list(chain.from_iterable(filter(None, registries)))
-
-
-def described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
-    """A tensor for a worker, under this number, at this place."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-    seen, added = (list(found.values()) if found else [] for found in hooks)
-    return Shared(number, place, is_parameter, dict(tensor.__dict__), (seen, added))
 
 
 def _room_for(parameter: nn.Parameter) -> torch.Tensor:

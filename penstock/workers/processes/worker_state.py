@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
@@ -25,15 +24,15 @@ from penstock.engine.replicas import ONLY, Adding
 from penstock.engine.residents import Residents
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
-from penstock.links.pickling import DeviceFor, Inbox, pack, portable, unpack
+from penstock.links.pickling import DeviceFor, pack, portable, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
 from penstock.links.weights import Weights
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.torch_internals import foreach_copy_
 from penstock.workers.assembly import Assembly
+from penstock.workers.process_state import ProcessState, loading
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
-from penstock.workers.processes.remembering import Memory
 from penstock.workers.processes.shared_model import Gradients
 from penstock.workers.processes.turns import Bells, Turnstile
 
@@ -60,7 +59,7 @@ class Slot(NamedTuple):
 NO_SLOT = Slot((), b"")
 
 
-class WorkerState:
+class WorkerState(ProcessState):
     """The process of one worker, from the inside. Jobs are called with it.
 
     Args:
@@ -75,22 +74,16 @@ class WorkerState:
         replica: whose stages it runs.
         turnstile: makes turns, if there are several replicas.
         record: where it notes what it does.
-        patience: seconds of looking again and again before it sleeps.
         assemblies: its stages, by mode.
         residents: what its stages keep between passes.
         kinds: orders that later ones are like, by the number of their kind.
-        tensors: parameters and buffers that it shares with the driver, by number.
         weights: that cross its links to other workers, by the stage before.
-        seen: tensors of other workers among these, by number.
+        seen: tensors of other workers that it shares with the driver, by number.
         links: its ends of them, by the stage before.
         slots: for the gradients of all parameters, by number.
-        modules: the user's, in the order in which they came.
-        memory: what these and their hooks held then.
-        optimizers: its parts of them, by number.
-        options: the arguments of their classes.
+        options: the arguments of the classes of its optimizers.
         chunks: of those that are updated chunk by chunk.
         leaves: whether this process was asked to end, by a SIGTERM; the driver is told.
-        inbox: unpacks stages; modules that several have in common are the same objects.
     """
 
     def __init__(self, worker: int, wire: Wire, record: Record) -> None:
@@ -120,17 +113,13 @@ class WorkerState:
         self.assemblies: dict[bool, Assembly] = {}
         self.residents = Residents()
         self.kinds: dict[int, Order] = {}
-        self.tensors: dict[int, torch.Tensor] = {}
         self.weights: dict[int, Weights] = {}
         self.seen: dict[int, torch.Tensor] = {}
         self.links: dict[int, Any] = {}
         self.slots: dict[int, Slot] = {}
-        self.modules: list[nn.Module] = []
-        self.memory = Memory(self.modules, self.tensors)
-        self.optimizers: dict[int, Optimizer] = {}
         self.options: dict[int, Mapping[str, Any]] = {}
         self.chunks: dict[int, Any] = {}
-        self.inbox = Inbox(self.tensors.__getitem__)
+        self._have_nothing()
         self._slot = -1
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._memory: dict[int, torch.Tensor] = {}
@@ -230,14 +219,9 @@ class WorkerState:
         """The memory whose file descriptor the driver sent under this number."""
         return Segment(size, self.granted(number))
 
-    def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
-        """What a part of an optimizer remembers, by the numbers of parameters.
-
-        What is no parameter's is under other keys.
-        """
-        numbers: dict[int, Any] = {id(tensor): number for number, tensor in self.tensors.items()}
-        state = self.optimizers[number].state
-        return {numbers.get(id(key), key): value for key, value in state.items()}
+    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Those of these values that are kept here between passes, by number."""
+        return self.residents.fetch(numbers)
 
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of these values, and of weights of other stages that a generation has brought."""
@@ -246,11 +230,6 @@ class WorkerState:
             assembly.let_go_of_weights()
 
     # -- gradients ------------------------------------------------------------------------
-
-    def parameters(self, numbers: Sequence[int] | None) -> list[nn.Parameter] | None:
-        """The parameters with these numbers; `None`, which is all, stays."""
-        found = None if numbers is None else (self.tensors[number] for number in numbers)
-        return None if found is None else [t for t in found if isinstance(t, nn.Parameter)]
 
     def _parameters(self) -> list[nn.Parameter]:
         if len(self.tensors) != self._counted:
@@ -517,23 +496,6 @@ class WorkerState:
                     raise Aborted
             if fd in ready:
                 return
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """While open, an error says that what has been sent cannot be unpacked here.
-
-    Raises:
-        InputError: instead of any other.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise InputError(
-            "a worker's process cannot load what it was sent: "
-            f"{type(error).__name__}: {error}. It imports modules by their names, on the sys.path "
-            'of this process; use workers="threads" for what cannot be imported'
-        ) from error
 
 
 def _give_up(own: WorkerState) -> None:

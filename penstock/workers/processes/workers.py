@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -35,11 +34,11 @@ from penstock.workers.driven import (
     DrivenWorkers,
     bring,
     divided,
-    name_of,
     pack_named,
     packed_loss,
     packed_news,
 )
+from penstock.workers.common_jobs import Modes
 from penstock.workers.members import members_here
 from penstock.workers.memories import SideEffects, check_memories
 from penstock.workers.optimizer_parts import (
@@ -50,31 +49,22 @@ from penstock.workers.optimizer_parts import (
 )
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
-from penstock.workers.processes.following import Remote
 from penstock.workers.processes.jobs import (
     AddWay,
     Build,
     Common,
     End,
-    FetchMemory,
     Import,
     MakePart,
-    Modes,
     RunLike,
     RunPass,
 )
 from penstock.workers.processes.parts import Access, OutlivingParts, RemoteParts
 from penstock.workers.processes.pool import ProcessPool, Survivors
-from penstock.workers.processes.remembering import (
-    Finder,
-    Found,
-    StateKey,
-    changes,
-    check_apart,
-    make_all,
-)
 from penstock.workers.processes.shared_model import Memory, SharedModel
 from penstock.workers.processes.turns import INTEGER
+from penstock.workers.processes.worker_model import WorkerModel
+from penstock.workers.remembering import Finder, Found, StateKey
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
@@ -111,12 +101,11 @@ class ProcessWorkers(DrivenWorkers):
         modes: Modes,
         memories: Mapping[int, Memory] | None = None,
     ) -> None:
-        self._model = model
         self._places = range(plan.workers_per_replica)
         self.ownership = Ownership(plan.placement, plan.replicas)
         self._plan = plan
         self._timeout = timeout
-        super().__init__(pool)
+        super().__init__(pool, model)
         self._pool: ProcessPool = pool
         self.board = pool.board
         self.devices = devices
@@ -128,7 +117,7 @@ class ProcessWorkers(DrivenWorkers):
         self._accelerator = kind_of(self._with_streams[0]) if self._with_streams else None
         of_places = devices[: len(self._places)]
         self._shared = SharedModel(of_places, plan.replicas, self._grant, memories)
-        self._remotes = [Remote(place, self._shared, model) for place in self._places]
+        self._remotes = [WorkerModel(place, self._shared, model) for place in self._places]
         self._settings = self._sent_settings = modes.settings
         self._settings_changed = False
         self._kinds: dict[tuple[Any, ...], int] = {}  # of orders that the processes have all seen
@@ -146,7 +135,7 @@ class ProcessWorkers(DrivenWorkers):
             raise
 
     def _build(self, modes: Modes) -> None:
-        names = {type(module).__module__ for module in self._model.modules()} - {"__main__"}
+        names = {type(module).__module__ for module in self._whole.modules()} - {"__main__"}
         self._pool.give_spares(Import(sorted(names)))
         ends: list[dict[int, End]] = [{} for _ in self.members]
         for first in range(0, len(ends), len(self._places)):
@@ -231,7 +220,7 @@ class ProcessWorkers(DrivenWorkers):
         turns = None
         if self._plan.replicas > 1:
             for stage in stages.values():
-                check_memories(stage.spans, self._plan.replicas, self._model)
+                check_memories(stage.spans, self._plan.replicas, self._whole)
             turns = self._memory_for_turns(place, len(every))
         outbox, packages = remote.outbox, remote.packages()
         try:
@@ -239,7 +228,7 @@ class ProcessWorkers(DrivenWorkers):
             also = outbox.modules  # that attributes lead to
             modules = remote.add(dict.fromkeys([*every, *also]))
             links = {
-                cut - 1: [find(self._model, name) for name in names.values()]
+                cut - 1: [find(self._whole, name) for name in names.values()]
                 for cut, names in way.crossing.items()
                 if (placement[cut - 1] == place) != (placement[cut] == place)
                 and self._are_cpus(placement[cut - 1], placement[cut])
@@ -413,21 +402,9 @@ class ProcessWorkers(DrivenWorkers):
 
     # -- what they remember ---------------------------------------------------------------
 
-    def left(self) -> SideEffects:
-        """What forwards have left in the processes, and what losses may remember."""
-        return self._left(self._run([FetchMemory()] * len(self.members)))
-
-    def _left(self, found: Sequence[Mapping[StateKey, Found]]) -> SideEffects:
-        every = []
-        for place, remote in enumerate(self._remotes):
-            finder = Finder(remote.modules, self._shared.tensors(place))
-            name = partial(name_of, self._model, finder)
-            every.append((changes([found[k] for k in self._at(place)], finder, name), name))
-        check_apart([made for made, _ in every], [remote.modules for remote in self._remotes])
-        said = [name(change.key) for made, name in every for change in made]
-        said += ["the loss function or the metrics"] if self._losses.may_remember() else []
-        all_made = [change for made, _ in every for change in made]
-        return SideEffects(", ".join(said), partial(make_all, all_made))
+    def _finders(self) -> list[Finder]:
+        remotes = enumerate(self._remotes)
+        return [Finder(own.modules, self._shared.tensors(place)) for place, own in remotes]
 
     @property
     def are_leaving(self) -> bool:
@@ -443,7 +420,7 @@ class ProcessWorkers(DrivenWorkers):
 
     def remembered(self) -> SideEffects:
         """What the processes had last said that forwards have left there."""
-        return self._left([self._memories.get(k, {}) for k in range(len(self.members))])
+        return self._side_effects([self._memories.get(k, {}) for k in range(len(self.members))])
 
     # -- optimizers -----------------------------------------------------------------------
 

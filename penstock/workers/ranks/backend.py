@@ -17,7 +17,7 @@ from penstock.workers.backend import Backend, Workers, order_of, timeout_of
 from penstock.workers.placement import check_separate
 from penstock.workers.ranks.rendezvous import rendezvous
 from penstock.workers.ranks.workers import RankWorkers
-from penstock.workers.threads.backend import ThreadProbe
+from penstock.workers.thread_probe import ThreadProbe
 
 _TIMEOUT = 600.0  # seconds that a pass may take at least: ranks may do something else in between
 

@@ -15,7 +15,7 @@ from penstock.errors import BY_USER, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire, polling, spin
 from penstock.workers.pool import Dispatch, JobResult
-from penstock.workers.threads.pool import Ringing, ThreadPool
+from penstock.workers.thread_pool import Ringing, ThreadPool
 
 _SLICE = 1.0  # seconds that are waited at once
 _GRACE = 5.0  # seconds that the thread has to end

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from penstock.board.memory import Reading
-from penstock.engine.residents import Residents
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.handshake import Listener
 from penstock.links.local import Aborted
-from penstock.links.pickling import Inbox, portable
+from penstock.links.pickling import portable
 from penstock.links.wire import SPIN
-from penstock.workers.processes.remembering import Memory
-from penstock.workers.processes.worker_state import loading
+from penstock.workers.process_state import ProcessState, loading
 from penstock.workers.ray.copies import ActorCopies
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.rank import ActorRank
@@ -30,24 +27,19 @@ from penstock.workers.ray.rank import ActorRank
 _FRAMES = 4  # of the stack of a worker that is late
 
 
-class ActorState:
+class ActorState(ProcessState):
     """One worker, from the inside. Jobs are called with it.
+
+    Its tensors are those of the whole model; those of other workers' stages are on `meta`.
 
     Args:
         worker: its number.
 
     Attributes:
         worker: its number.
-        patience: seconds of looking again and again before it sleeps; not used here.
         listener: where other workers connect to this one, until all have.
         store: that the process group is made with, if this worker has it.
-        tensors: parameters and buffers of the whole model, by number; those of other workers'
-            stages are on `meta`.
-        modules: the user's, in the order in which they came.
-        model: has all of them, by their names.
-        memory: what these and their hooks held when they came.
-        inbox: unpacks stages; modules that several have in common are the same objects.
-        optimizers: its parts of them, by number.
+        model: has all modules, by their names.
         tickets: of passes under way, by the numbers of their starts.
         copies: of what it has, and of what others have.
         doing: the number of the job that it does.
@@ -59,12 +51,8 @@ class ActorState:
         self.patience = SPIN
         self.listener: Listener | None = None
         self.store: Any = None
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.modules: list[nn.Module] = []
         self.model = nn.Module()
-        self.memory = Memory(self.modules, self.tensors)
-        self.inbox = Inbox(self.tensors.__getitem__)
-        self.optimizers: dict[int, Optimizer] = {}
+        self._have_nothing()
         self.tickets: deque[Any] = deque()
         self.copies = ActorCopies()
         self.doing, self.given_up = -1, -2
@@ -82,13 +70,12 @@ class ActorState:
             raise PenstockError("the actor has no plan yet")
         return self._rank
 
-    @property
-    def residents(self) -> Residents:
-        """The values that stay with it between passes."""
-        return self.rank.residents
+    def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Those of these values that are kept here between passes, by number."""
+        return self.rank.residents.fetch(numbers)
 
     def drop_states(self, numbers: Sequence[int]) -> None:
-        """Let go of these values."""
+        """Let go of these values that are kept here between passes."""
         self.rank.drop_states(numbers)
 
     def begin(self, rank: ActorRank) -> None:
@@ -108,20 +95,6 @@ class ActorState:
         if self._rank is not None:
             self._rank.interrupt()
 
-    def parameters(self, numbers: Any) -> list[nn.Parameter] | None:
-        """The parameters with these numbers; `None`, which is all, stays."""
-        found = None if numbers is None else (self.tensors[number] for number in numbers)
-        return None if found is None else [t for t in found if isinstance(t, nn.Parameter)]
-
-    def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
-        """What a part of an optimizer remembers, by the numbers of parameters.
-
-        What is no parameter's is under other keys.
-        """
-        numbers: dict[int, Any] = {id(tensor): number for number, tensor in self.tensors.items()}
-        state = self.optimizers[number].state
-        return {numbers.get(id(key), key): value for key, value in state.items()}
-
     def own_parameters(self) -> dict[int, nn.Parameter]:
         """Those of this worker's stages, by number."""
         own = set(map(id, self.rank.parameters))
@@ -137,7 +110,7 @@ class ActorState:
 
     # -- what forwards replace ------------------------------------------------------------
 
-    def watch(self, modules: list[nn.Module]) -> None:
+    def watch(self, modules: Sequence[nn.Module]) -> None:
         """Note where these modules have buffers that the script knows."""
         known = {id(tensor): number for number, tensor in self.tensors.items()}
         self._buffers += [

@@ -13,12 +13,12 @@ from penstock.errors import InputError
 from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Workers, timeout_of
 from penstock.workers.placement import check_separate
-from penstock.workers.processes.jobs import Modes
+from penstock.workers.common_jobs import Modes
 from penstock.workers.ray.cluster import Cluster
 from penstock.workers.ray.options import Ray
 from penstock.workers.ray.pool import ActorPool, ActorSurvivors
 from penstock.workers.ray.workers import RayWorkers
-from penstock.workers.threads.backend import ThreadProbe
+from penstock.workers.thread_probe import ThreadProbe
 
 _PAUSE = 0.5  # seconds between two looks
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from penstock.capture.equality import same_tensor
 from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
-from penstock.workers.processes.remembering import Memory
+from penstock.workers.remembering import Memory
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 
 VALUE, GRADIENT, STATE, PART, MEMORY = "value", "gradient", "state", "part", "memory"

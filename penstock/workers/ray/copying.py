@@ -12,8 +12,8 @@ from penstock.capture.preserve import own_generators
 from penstock.engine.span import Span
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch
-from penstock.workers.processes.following import AttributeChanges
-from penstock.workers.processes.remembering import Found, StateKey
+from penstock.workers.following import AttributeChanges
+from penstock.workers.remembering import Found, StateKey
 from penstock.workers.ray.copies import (
     GRADIENT,
     MEMORY,

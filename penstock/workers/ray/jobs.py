@@ -30,16 +30,16 @@ from penstock.links.local import Aborted
 from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
 from penstock.workers.clipping import Clipping
+from penstock.workers.common_jobs import leaving_no_trace
+from penstock.workers.following import follow
 from penstock.workers.optimizer_parts import own_groups, use_settings
 from penstock.workers.pool import Job
-from penstock.workers.processes.following import follow
-from penstock.workers.processes.jobs import leaving_no_trace
-from penstock.workers.processes.shared_model import Shared
-from penstock.workers.processes.worker_state import loading
+from penstock.workers.process_state import freeze, loading
 from penstock.workers.ranks.rendezvous import LISTEN, Entry, Others, launched
 from penstock.workers.ray.actor import ActorState, step_failed
 from penstock.workers.ray.copies import OF_OTHERS, OF_PASS, Copy
 from penstock.workers.ray.rank import ActorRank
+from penstock.workers.tensors import Shared
 
 _TIMEOUT = 120.0  # seconds in which all actors have to be there
 _CPU = "cpu"
@@ -253,16 +253,11 @@ class AddWay:
     def __call__(self, own: ActorState) -> None:
         """Take its tensors, unpack its modules, and let the rank know it."""
         self.delivery.take(own)
-        with loading():
-            way, modules = own.inbox.unpack(self.way), own.inbox.unpack(self.modules)
-        own.modules += modules
+        way, modules = own.unpack_way(self.way, self.modules)
         for path, module in zip(self.paths, modules, strict=True):
             own.model._modules.setdefault(path or "model", module)
-        own.watch(modules)
-        own.memory.note_new()
         own.rank.add(way)
-        gc.collect()
-        gc.freeze()  # what is there now stays: the collector need not look at it every time
+        freeze()
 
 
 # -- passes --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import nn
 from penstock.capture.attributes import named_tensors
 from penstock.errors import InputError
 from penstock.links.segment import place_of
-from penstock.workers.processes.shared_model import Shared, described, hooks_of_tensors
+from penstock.workers.tensors import Shared, described, hooks_of_tensors
 from penstock.workers.ray.gradients import GradientElsewhere
 from penstock.workers.ray.jobs import Delivery, TensorChanges
 

@@ -14,7 +14,7 @@ from penstock.workers.optimizer_parts import (
     settings_of,
     warn_of_no_gradients,
 )
-from penstock.workers.processes.jobs import FetchState, LoadState
+from penstock.workers.common_jobs import FetchState, LoadState
 from penstock.workers.ray.jobs import Step, TensorChanges
 from penstock.workers.ray.model import DriverModel
 

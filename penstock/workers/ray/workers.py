@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from time import monotonic_ns
 from typing import Any
@@ -30,30 +29,21 @@ from penstock.plan.shares import blocks
 from penstock.storage.part import Part
 from penstock.workers.backend import Role
 from penstock.workers.clipping import Clipping
+from penstock.workers.common_jobs import Modes
 from penstock.workers.driven import (
     DrivenWorkers,
     bring,
     divided,
-    name_of,
     pack_named,
     packed_loss,
     packed_news,
 )
+from penstock.workers.following import Following, Unchanged
 from penstock.workers.members import Member
 from penstock.workers.memories import SideEffects
 from penstock.workers.optimizer_parts import Groups, Parts, settings_of
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
-from penstock.workers.processes.following import Following, Unchanged
-from penstock.workers.processes.jobs import FetchMemory, Modes
-from penstock.workers.processes.remembering import (
-    Finder,
-    Found,
-    StateKey,
-    changes,
-    check_apart,
-    make_all,
-)
 from penstock.workers.ranks.clocks import ClockOffset
 from penstock.workers.ray.actor import ActorState
 from penstock.workers.ray.copies import Copy
@@ -82,6 +72,7 @@ from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.parts import ActorParts
 from penstock.workers.ray.pool import ActorPool, ActorSurvivors
 from penstock.workers.ray.watch import Watch
+from penstock.workers.remembering import Finder
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
@@ -123,8 +114,7 @@ class RayWorkers(DrivenWorkers):
         modes: Modes,
     ) -> None:
         self._plan = plan
-        self._whole = model
-        super().__init__(pool)
+        super().__init__(pool, model)
         self._pool: ActorPool = pool
         self._timeout = timeout
         self._places = range(plan.workers_per_replica)
@@ -433,7 +423,7 @@ class RayWorkers(DrivenWorkers):
         since, attributes = self._news(), self._following.news()
         self._model.go_back(found.values, found.gradients, since)
         self._is_brought = True  # but for what modules remember
-        return self._left_by([without(attributes, memory) for memory in found.memories])
+        return self._side_effects([without(attributes, memory) for memory in found.memories])
 
     def survivors(self) -> ActorSurvivors:
         """The actors that can go on in another pool."""
@@ -673,23 +663,8 @@ class RayWorkers(DrivenWorkers):
 
     # -- what they remember ---------------------------------------------------------------
 
-    def left(self) -> SideEffects:
-        """What forwards have left with the actors, and what losses may remember."""
-        return self._left_by(self._run([FetchMemory()] * len(self.members)))
-
-    def _left_by(self, found: Sequence[Mapping[StateKey, Found]]) -> SideEffects:
-        """What forwards have left, as the workers have said, for the script's modules."""
-        finder = Finder(self._modules, self._model.tensors)
-        name = partial(name_of, self._whole, finder)
-        every = [
-            changes([found[m.number] for m in self.members if m.place == place], finder, name)
-            for place in self._places
-        ]
-        check_apart(every, [self._modules for _ in every])
-        said = [name(change.key) for made in every for change in made]
-        said += ["the loss function or the metrics"] if self._losses.may_remember() else []
-        all_made = [change for made in every for change in made]
-        return SideEffects(", ".join(said), partial(make_all, all_made))
+    def _finders(self) -> list[Finder]:
+        return [Finder(self._modules, self._model.tensors)] * len(self._places)
 
     # -- status ---------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from penstock.workers.optimizer_parts import Groups, LocalParts, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch
 from penstock.workers.saving import TIMEOUT, SaveOrder
-from penstock.workers.threads.pool import ThreadPool
+from penstock.workers.thread_pool import ThreadPool
 from penstock.workers.ways import NewWay
 
 

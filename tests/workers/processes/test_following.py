@@ -13,7 +13,7 @@ from torch import nn
 import penstock as ps
 from penstock.capture.places import MISSING
 from penstock.comparison.reference import run_with_threads
-from penstock.workers.processes.following import Following
+from penstock.workers.following import Following
 from tests.support.models import uniform_plan
 from tests.support.training import assert_same
 

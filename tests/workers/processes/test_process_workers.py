@@ -22,7 +22,7 @@ from penstock.links.wire import Wire
 from penstock.workers import pool as worker_pool
 from penstock.workers.processes import pool as processes
 from penstock.workers.processes.pool import ProcessPool
-from penstock.workers.threads.pool import ThreadPool
+from penstock.workers.thread_pool import ThreadPool
 from tests.support.pool import lend
 
 LONG = 600.0  # seconds: longer than pytest lets a test run, so what is waited for has to come

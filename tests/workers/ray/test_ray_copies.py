@@ -14,7 +14,7 @@ from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch, JobResult
-from penstock.workers.processes.remembering import Memory, StateKey
+from penstock.workers.remembering import Memory, StateKey
 from penstock.workers.ray.copies import (
     GRADIENT,
     MEMORY,

@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import ClosedError, WorkerTimeout
 from penstock.links.local import Aborted
-from penstock.workers.threads.pool import ThreadPool
+from penstock.workers.thread_pool import ThreadPool
 from tests.support.threads import NewThreads
 
 

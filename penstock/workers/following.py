@@ -15,14 +15,11 @@ import torch
 from torch import nn
 
 from penstock.capture.places import INTERNAL, MISSING, attributes_of, frozen, is_helper
-from penstock.capture.trees import map_leaves, tree_leaves
-from penstock.engine.batchnorm import Statistics, move
+from penstock.capture.trees import cloned, map_leaves, tree_leaves
 from penstock.engine.hooks import hooks_of
 from penstock.errors import InputError
-from penstock.links.pickling import Outbox
-from penstock.workers.processes.shared_model import Crossing, Package, SharedModel
 
-_VERSION, _TRAINING = attrgetter("_version"), attrgetter("training")
+_VERSION = attrgetter("_version")
 
 AttributeChanges = Mapping[int, Mapping[str, Any]]
 """For modules, by their number, the attributes that are others now; `MISSING` for those gone."""
@@ -228,107 +225,6 @@ def _merged(older: _News, newer: _News) -> _News:
     return {n: {**older.get(n, {}), **newer.get(n, {})} for n in {**older, **newer}}
 
 
-class Remote:
-    """What the process of a worker has of the model, or those of its twins in all replicas.
-
-    Args:
-        place: of the worker in its replica.
-        shared: the tensors that it shares.
-        model: the whole model.
-
-    Attributes:
-        modules: that it has copies of, in the order in which they were sent.
-        outbox: packs what it is sent.
-    """
-
-    def __init__(self, place: int, shared: SharedModel, model: nn.Module) -> None:
-        self.modules: list[nn.Module] = []
-        self.outbox = Outbox(self.number)
-        self._place = place
-        self._shared = shared
-        self._model = model
-        self._of_model = {id(module) for module in model.modules()}
-        self._packages: list[Package] = []
-        self._training: tuple[bool, ...] = ()
-        self._unchanged = Unchanged(model)
-        self._following = Following(self.shares)
-
-    def number(self, tensor: Any) -> int | None:
-        """The number by which it knows a tensor; `None` if it does not."""
-        return self._shared.number(self._place, tensor)
-
-    def shares(self, tensor: Any) -> bool:
-        """Whether a tensor is in memory that it maps as well."""
-        return self.number(tensor) is not None
-
-    def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move tensors to memory that it maps as well, with the next packages."""
-        self._packages += self._shared.share(self._place, tensors)
-
-    def show(self, links: Mapping[int, Sequence[torch.Tensor]]) -> Crossing:
-        """Let it name tensors to other workers, or be named them, see `SharedModel.show`."""
-        return self._shared.show(self._place, links)
-
-    def packages(self) -> list[Package]:
-        """The tensors that it does not know of yet; from now on it does."""
-        packages, self._packages = self._packages, []
-        return packages
-
-    def add(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
-        """Note that it gets these modules; returns those that are the model's and new to it."""
-        known = {id(module) for module in self.modules}
-        new = [m for m in modules if id(m) in self._of_model and id(m) not in known]
-        self.modules += new
-        self._unchanged.add(new, self.shares)
-        self._following.add(new)
-        return new
-
-    def check(self) -> None:
-        """Raise if something was replaced here that it has.
-
-        Raises:
-            InputError: something was.
-        """
-        self._unchanged.check()
-        self._shared.check(self._place)
-
-    def move_batchnorms(self, seen: Sequence[Mapping[int, Mapping[int, list[Statistics]]]]) -> None:
-        """Move running statistics by those that replicas have seen, see `Outcome.statistics`."""
-        every: dict[Any, dict[int, list[Statistics]]] = {}
-        for of_replica in seen:
-            for number, found in of_replica.items():
-                every.setdefault(self.modules[number], {}).update(found)
-        move(every)
-
-    def has_news(self) -> bool:
-        """Whether it may have to be told of modes or attributes of its modules."""
-        return self._modes() != self._training or self._following.has_news()
-
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple(map(_TRAINING, self.modules))
-
-    def training(self) -> tuple[bool, ...] | None:
-        """Of every module whether it is in training mode, if it does not know that yet."""
-        now = self._modes()
-        if now == self._training:
-            return None
-        self._training = now
-        return now
-
-    def news(self) -> AttributeChanges:
-        """The attributes of its modules that have changed, see `Following.news`."""
-        return self._following.news()
-
-    def confirm(self) -> None:
-        """What it was told has arrived."""
-        self._following.confirm()
-
-    def doubt(self) -> None:
-        """What it was told may be lost."""
-        self._training = ()
-        self._following.doubt()
-
-
 def follow(modules: list[nn.Module], news: AttributeChanges) -> None:
     """Let the copies of modules have these attributes."""
     for number, attributes in news.items():
@@ -337,8 +233,4 @@ def follow(modules: list[nn.Module], news: AttributeChanges) -> None:
             if value is MISSING:
                 own.pop(name, None)
             else:
-                own[name] = map_leaves(_owned, value)
-
-
-def _owned(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value  # its memory is only lent
+                own[name] = map_leaves(cloned, value)  # the memory of what was sent is only lent

@@ -1,0 +1,193 @@
+"""What drivers have workers in other processes do, on this machine and in a cluster.
+
+Each job is data, called with the worker's `ProcessState`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from penstock.board.activity import STARTING
+from penstock.capture.trees import cloned
+from penstock.devices.allocator import keep_freed_memory
+from penstock.devices.cores import use_threads
+from penstock.devices.kind import Kind
+from penstock.devices.settings import Settings
+from penstock.engine.hooks import silenced
+from penstock.engine.state import kept
+from penstock.links.wire import SPIN
+from penstock.loading import (
+    tolerate_missing_torchvision_operators,
+    tolerates_missing_torchvision_operators,
+)
+from penstock.storage.part import Part
+from penstock.workers.assembly import Assembly
+from penstock.workers.process_state import ProcessState
+from penstock.workers.remembering import Found, StateKey
+from penstock.workers.ways import modules_of
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What is process-wide besides the model.
+
+    Attributes:
+        threads: intra-op threads.
+        crowded: whether there are more workers than cores.
+        keep_freed_memory: see `penstock.devices.allocator`.
+        settings: as they are when the workers start.
+        torchvision: whether its operators are missing, and were declared.
+    """
+
+    doing: ClassVar[int] = STARTING
+
+    threads: int
+    crowded: bool
+    keep_freed_memory: bool
+    settings: Settings
+    torchvision: bool
+
+    @classmethod
+    def here(
+        cls, threads: int, workers: int, keep_freed_memory: bool, kind: Kind | None = None
+    ) -> Modes:
+        """Those of this process, for so many workers, and of a kind of device."""
+        return cls(
+            threads,
+            workers > len(os.sched_getaffinity(0)),
+            keep_freed_memory,
+            Settings.here(kind),
+            tolerates_missing_torchvision_operators(),
+        )
+
+    def __call__(self, own: ProcessState) -> None:
+        """Give this process the driver's settings of torch."""
+        use_threads(self.threads)
+        own.patience = 0.0 if self.crowded else SPIN
+        if self.keep_freed_memory:
+            keep_freed_memory()
+        self.settings.apply()
+        if self.torchvision:
+            tolerate_missing_torchvision_operators()
+
+
+@dataclass(frozen=True)
+class FetchStates:
+    """Values that this worker keeps between passes, by number.
+
+    Attributes:
+        numbers: of those that are wanted.
+    """
+
+    numbers: Sequence[int]
+
+    def __call__(self, own: ProcessState) -> dict[int, torch.Tensor]:
+        """Those that are here."""
+        return own.fetch_states(self.numbers)
+
+
+@dataclass(frozen=True)
+class DropStates:
+    """Let go of values that this worker keeps between passes.
+
+    Attributes:
+        numbers: of those.
+    """
+
+    numbers: Sequence[int]
+
+    def __call__(self, own: ProcessState) -> None:
+        """Drop those that are here."""
+        own.drop_states(self.numbers)
+
+
+@dataclass(frozen=True)
+class FetchState:
+    """What this worker's part of an optimizer remembers, by the numbers of parameters."""
+
+    number: int
+
+    def __call__(self, own: ProcessState) -> dict[Any, Any]:
+        """Give it, and under other keys what is no parameter's."""
+        return own.remembered(self.number)
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """Let this worker's part of an optimizer remember something else.
+
+    Attributes:
+        number: of the optimizer.
+        state: by the numbers of parameters.
+    """
+
+    number: int
+    state: Mapping[int, Mapping[str, Any]]
+
+    def __call__(self, own: ProcessState) -> None:
+        """Copy it, as it came in memory that is only lent."""
+        part = own.optimizers[self.number]
+        part.state.clear()
+        for number, values in self.state.items():
+            part.state[own.tensors[number]] = {k: cloned(v) for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class FetchMemory:
+    """What this worker's forwards have left in its modules and hooks."""
+
+    def __call__(self, own: ProcessState) -> dict[StateKey, Found]:
+        """Give what is something else than when it came."""
+        return own.memory.found()
+
+
+@dataclass(frozen=True)
+class WritePart:
+    """Have a worker process write its part.
+
+    Attributes:
+        part: which.
+        tensors: their names, and the numbers by which the worker knows them.
+        parameters: the names of all its parameters, by those numbers.
+        optimizers: the numbers of optimizers, by the names under which they are saved.
+        background: whether to copy everything first, and then to return.
+    """
+
+    part: Part
+    tensors: Mapping[str, int]
+    parameters: Mapping[int, str]
+    optimizers: Mapping[str, int]
+    background: bool
+
+    def __call__(self, own: ProcessState) -> None:
+        """Write this worker's tensors and optimizer state by their names in the checkpoint."""
+        known = {id(own.tensors[number]): name for number, name in self.parameters.items()}
+        states = {
+            label: {known.get(id(k), k): v for k, v in own.optimizers[number].state.items()}
+            for label, number in self.optimizers.items()
+        }
+        tensors = {name: own.tensors[number] for name, number in self.tensors.items()}
+        self.part.save(tensors, states, self.background)
+
+
+@contextmanager
+def leaving_no_trace(own: Iterable[nn.Module], assembly: Assembly, silent: bool) -> Iterator[None]:
+    """Around a pass that leaves nothing in modules, whatever its stages run.
+
+    Args:
+        own: the modules of the process.
+        assembly: its stages.
+        silent: whether users' hooks are not called.
+    """
+    spans = [s for stage in assembly.stages.values() for way in stage.ways for s in way]
+    modules = dict.fromkeys([*own, *modules_of(spans)])
+    buffers = {id(b): b for module in modules for b in module.buffers(recurse=False)}
+    with silenced(modules) if silent else nullcontext(), kept(modules, buffers.values()):
+        yield
