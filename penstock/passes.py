@@ -260,7 +260,7 @@ class Passes:
         return found._replace(outputs=outputs)
 
     def _made_of(self, whole: WholeObjective, called: _Called) -> tuple[torch.Tensor, StepResult]:
-        """The loss of a batch, to be differentiated, and what all processes are told of it."""
+        """The loss of a batch, to be differentiated, and what of it is broadcast."""
         workers, device = self._runner.workers, self._runner.loss_device
         what, key = "the loss of a whole batch", called.order.microbatches[0].key
         with workers.operation(what):

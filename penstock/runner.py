@@ -99,7 +99,7 @@ class Started:
     Attributes:
         order: the pass.
         begun: when, in nanoseconds of `time.monotonic_ns()`.
-        ticket: for `Workers.finish`; `None` as long as the workers have not been told.
+        ticket: for `Workers.finish`; `None` until the pass is sent to the workers.
         is_lost: whether it reads states of workers that are gone, so that nobody can run it.
         before: what the model was like when it began, if it may have to be run again later.
         end: what has come of it, if that is known before it is asked for.
@@ -501,7 +501,7 @@ class Runner:
     def run(self, order: Order) -> Outcome:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
         with self.given_up(), self.workers.operation(order.name):
-            self._settle()
+            self._finish_under_way()
             return self.finish(self.start(order))
 
     @contextmanager
@@ -547,7 +547,7 @@ class Runner:
         self.steps.drop()
 
     def start(self, order: Order) -> Started:
-        """Tell all workers to run a pass; returns what `finish` needs.
+        """Send all workers a pass; returns what `finish` needs.
 
         Raises:
             InputError: another thread has started passes that are not finished.
@@ -646,11 +646,11 @@ class Runner:
         Raises:
             WorkerDied: nobody takes over.
         """
-        self._settle()
+        self._finish_under_way()
         self._updates += updates
         return self.surviving(work)
 
-    def _settle(self) -> None:
+    def _finish_under_way(self) -> None:
         """Wait for the passes under way if they are run again where a worker dies.
 
         Raises:
@@ -663,7 +663,7 @@ class Runner:
                 try:
                     started.end = self.surviving(partial(self._finished, started))
                 except Exception as error:
-                    started.end = error  # who waits for this pass is told
+                    started.end = error  # for who waits for this pass
                     if isinstance(error, WorkerDied) or not self.workers.all_alive():
                         raise
 

@@ -232,7 +232,7 @@ class Running:
             whether there was another plan.
         """
         began, before, old = time.monotonic(), self.members, self.plan
-        self.saver.finish()  # a failed save is told while the old workers are there
+        self.saver.finish()  # a failed save is raised while the old workers are there
         backend = chosen.backend(self._allocator_kept)
         with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)

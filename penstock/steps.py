@@ -1,4 +1,4 @@
-"""Counts the passes of a pipeline on its board, keeps what a few steps did, and tells of each."""
+"""Counts the passes of a pipeline on its board, keeps what a few did, and calls hooks for each."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ class Steps:
         self.is_asked = False
 
     def _note(self, now: int, duration: int, rows: int, tokens: int) -> None:
-        """Keep what the hooks are told."""
+        """Keep what the hooks are called with."""
         since = now - self._ended if self._ended else duration
         news = {
             "step": self._board.counted().steps,
@@ -317,7 +317,7 @@ class Steps:
         self._news.append(news)
 
     def call_hooks(self, loss: torch.Tensor | None = None) -> None:
-        """Call the hooks, all of them, for every step that they have not been told of.
+        """Call the hooks, all of them, for every step for which they have not been called.
 
         Args:
             loss: of the latest step's batch, if it is known here.
@@ -334,7 +334,7 @@ class Steps:
                 for function in list(self._hooks.values()):
                     try:
                         function(dict(news))
-                    except Exception as error:  # the others are told nevertheless
+                    except Exception as error:  # the others are called nevertheless
                         failed.append(error)
         for other in failed[1:]:
             failed[0].add_note(f"Another on_step hook failed: {type(other).__name__}: {other}")
@@ -390,7 +390,7 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
         found, own = known(), trained()
         if found is None or own is None or not found.is_here:
             return
-        found.forget_doing(OPTIMIZER)  # torch does not tell of steps that raise
+        found.forget_doing(OPTIMIZER)  # torch calls no hook for steps that raise
         found.enter(OPTIMIZER)
         has_closure = len(args) > 1 or "closure" in kwargs
         if not found.has_trained or has_closure or isinstance(optimizer, PipelineOptimizer):

@@ -8,7 +8,7 @@ takes turns with gloo over loopback, each between two processes of its own.
 Actions: stages that are one tiny linear layer, 64 micro-batches. The overhead of an action is what
 a step takes longer than it would if workers did nothing but the bare loop's work, for each action
 on the way: (step - ideal) / 2(m + p - 1), where ideal = (m + p - 1) / mp of the bare loop. That
-includes everything: splitting the batch, telling the workers, links, the loss, the report.
+includes everything: splitting the batch, sending it to the workers, links, the loss, the report.
 """
 
 from __future__ import annotations

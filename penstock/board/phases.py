@@ -17,7 +17,7 @@ WORK = {
     Kind.INPUT: "input half",
     Kind.WEIGHT: "weight half",
 }
-"""What a worker does in an action of each kind, but for the parts that are told apart."""
+"""What a worker does in an action of each kind, but for the parts that are noted by themselves."""
 
 
 def title_of(action: Action) -> str:

@@ -288,5 +288,5 @@ def _said(url: str, why: str) -> str:
     )
 
 
-Shown = Run | Remote
-"""What a view shows."""
+RunView = Run | Remote
+"""A pipeline that is looked at: one of this user on this machine, or one served at an address."""

@@ -347,8 +347,8 @@ class Reads:
         resting: the modules that were called whole, and those in them, that were in evaluation
             mode. If one is in training mode it may draw random numbers, or change buffers, which
             did not show.
-        settled: what a first forward finds in places where it sets plain data once and for all, and
-            what it leaves there, which is what was `seen`.
+        set_once: what a first forward finds in places where it sets plain data once and for all,
+            and what it leaves there, which is what was `seen`.
     """
 
     seen: dict[Place, Any] = field(default_factory=dict)
@@ -364,7 +364,7 @@ class Reads:
     replaced: frozenset[Place] = frozenset()
     aliases: dict[Place, Place] = field(default_factory=dict)
     resting: frozenset[str] = field(default=frozenset(), compare=False)
-    settled: dict[Place, tuple[Any, Any]] = field(default_factory=dict, compare=False)
+    set_once: dict[Place, tuple[Any, Any]] = field(default_factory=dict, compare=False)
 
     def with_all_of(self, other: Reads) -> Reads:
         """What two recordings have read that are generalised together."""
@@ -382,7 +382,7 @@ class Reads:
             self.replaced | other.replaced,
             other.aliases | self.aliases,
             self.resting | other.resting,
-            other.settled | self.settled,
+            other.set_once | self.set_once,
         )
 
     def passed_in(self, model: nn.Module, leaves: Sequence[Any] = ()) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Forward:
         self.numbers: Mapping[Where, Numeric] = {}
         self.first_helped: bool | None = None
         self._marks: set[Place] = set()  # which the first leaves, and which are not there later
-        self._settled: dict[Place, tuple[Any, Any]] = {}  # before and after the first forward
+        self._set_once: dict[Place, tuple[Any, Any]] = {}  # before and after the first forward
         self._read_first: list[Reads] = []  # what those have read
 
     def first_forward(self, sizes: Sizes) -> bool:
@@ -111,25 +111,25 @@ class Forward:
             found = self._recorded(sizes, training, key, strict, shapes)
         except Changed as problem:
             place, before = problem.place, problem.before
-            can_settle = problem.is_plain and place.can_be_put(self.model)
-            if not can_settle or place in self._settled or self.numbers:
+            can_be_set = problem.is_plain and place.can_be_put(self.model)
+            if not can_be_set or place in self._set_once or self.numbers:
                 raise
             first = self._recorded(sizes, training, key, False, shapes)
             place.put(self.model, problem.after)
-            self._settled[place] = before, problem.after
+            self._set_once[place] = before, problem.after
             try:
                 found = self.record(sizes, training, key, strict, shapes)
                 if not _do_the_same(first, found):
                     raise problem
             except BaseException:
                 place.put(self.model, before)
-                del self._settled[place]
+                del self._set_once[place]
                 raise
             self._read_first.append(first[0].reads)
         for reads in self._read_first:  # what it has set may depend on them
             found[0].reads = found[0].reads.with_all_of(reads)
-        settled = {p: v for p, v in self._settled.items() if p in found[0].reads.seen}
-        found[0].reads.settled = settled
+        set_once = {p: v for p, v in self._set_once.items() if p in found[0].reads.seen}
+        found[0].reads.set_once = set_once
         return found
 
     def _recorded(

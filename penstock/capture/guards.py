@@ -86,10 +86,10 @@ class Guards:
             raise self._replaced(different)
         return False
 
-    def settle(self) -> bool:
+    def apply_once(self) -> bool:
         """Set what a first forward sets, if there is what it finds; whether all is as read then."""
         put = []
-        for place, (before, after) in self.reads.settled.items():
+        for place, (before, after) in self.reads.set_once.items():
             now = place.find(self._model)
             if type(now) is type(before) and now == before:
                 place.put(self._model, after)

@@ -116,7 +116,7 @@ class Recordings:
         trace = self._way(signature, leaves, training)
         known.append(_Recording(self._model, trace, signature, [sizes]))
         self._leave_out_replaced()
-        if known[-1].guards.settle():
+        if known[-1].guards.apply_once():
             if self._looked is not None:
                 self._looked.clear()
             for each in known[:-1]:  # one that was made with what is there now
@@ -274,7 +274,7 @@ class Recordings:
             InputError: something is not, and what.
         """
         guards = next(each.guards for each in self._of[training] if each.trace is trace)
-        if not self._holds(guards) and not guards.settle():
+        if not self._holds(guards) and not guards.apply_once():
             raise InputError(
                 f"the forward reads {guards.different()}, which differs between this rank and the "
                 "rank with the first stage; change models on all ranks in the same way"

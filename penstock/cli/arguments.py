@@ -68,7 +68,7 @@ def load_example(
 
 
 def load_loss(target: str) -> Callable[..., torch.Tensor]:
-    """The loss of this name; an error that it raises is told with its name.
+    """The loss of this name; an error that it raises comes with its name.
 
     Args:
         target: of a function, or of a class like `torch.nn:MSELoss` whose objects are.
@@ -139,7 +139,7 @@ def _made(target: str, make: Callable[[], Any]) -> Any:
 
 
 def load_served(target: str) -> Served:
-    """What `penstock serve` is to serve; an error of the user's function is told with its name.
+    """What `penstock serve` is to serve; an error of the user's function comes with its name.
 
     Raises:
         InputError: the name means nothing that can be served.

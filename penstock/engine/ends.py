@@ -66,7 +66,7 @@ class UnavailableParameters:
         return next((name for name, own in named if own is parameter), None)
 
 
-class LossFailed(Exception):  # noqa: N818 - never reaches a user: it tells loss from forward
+class LossFailed(Exception):  # noqa: N818 - never reaches a user
     """The loss function failed, or the metrics; the cause is chained.
 
     Args:
@@ -122,7 +122,7 @@ class Endings:
     ) -> list[Any]:
         """The results of pieces of a micro-batch that have so many rows each.
 
-        They are copies, without history; `None` stands for what cannot be told apart.
+        They are copies, without history; `None` stands for what cannot be distinguished.
 
         Args:
             microbatch: its number.

@@ -39,7 +39,7 @@ class Order:
         loss: what the last stage's results are turned into, in `"train"`.
         gradients: of the last stage's results, by micro-batch, in `"backward"`.
         recorded: whether what workers note on their records is kept.
-        profiled: whether torch.profiler looks on, and is told the names of actions.
+        profiled: whether torch.profiler records, with the names of actions.
         trial: whether what modules keep is put back at the end, and users' hooks are not called.
         again: whether this was run before by workers that are gone, so that what modules keep is
             put back at the end.

@@ -143,7 +143,7 @@ class Twins:
         """Let twins be what the originals are by now; called by the worker that runs them.
 
         Args:
-            all_of_it: whether to copy also what has not changed as far as its version tells;
+            all_of_it: whether to copy also what has not changed as far as its version shows;
                 `.data` can be written behind that.
         """
         with self._lock:

@@ -8,9 +8,9 @@ has computed anything, and nothing has to be read first to know what comes. A me
 smaller is padded; of a larger one the rest follows as a second message.
 
 Beside the process group there is a socket, on which a signal of a few bytes goes with every
-message. That is what the receiver waits for, together with the sockets on which a failure is told:
-a receive of gloo can neither be polled nor given up. How values are laid out goes with the signal,
-once for each layout, and the receiver acknowledges what it has, so that the sender lets go of it.
+message. That is what the receiver waits for, together with the sockets on which a failure is
+reported: a receive of gloo can neither be polled nor given up. How values are laid out goes with
+the signal, once for each layout, and the receiver acknowledges what it has, so that the sender lets go of it.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ class GroupEnd:
             Gone: the other process is gone.
             TimeoutError: it does not read.
         """
-        while self._wire.ready():  # whatever it has told meanwhile
+        while self._wire.ready():  # whatever it has sent meanwhile
             self._hear()
         layout, size = laid_out(values)
-        # What may fail comes first: the receiver waits for all that it is told of.
+        # What may fail comes first: the receiver waits for all that is announced to it.
         found = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
         plain = cloudpickle.dumps(found) if found else b""
         whole = max(size, self._awaited)

@@ -132,7 +132,7 @@ class Lender:
         return Loan(self, lent, segment)
 
     def sent(self, lent: Lent, segment: Segment | None) -> None:
-        """Note that the other process has been told: what was not sent is not known there."""
+        """Note that the other process knows of it: what was not sent is not known there."""
         self._announced.add(lent.layout)
         if segment is not None:
             segment.close()  # of its file descriptor

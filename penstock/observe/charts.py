@@ -18,7 +18,7 @@ from penstock.units import show_bytes, show_seconds
 _POINTS = 600  # that are told apart in a chart
 _ROOM = 1.08  # above what is largest
 _FAR = 2.5  # times the median; what takes longer is drawn at the edge
-_NEAR = 3.0  # times what is held; a limit beyond is only told of
+_NEAR = 3.0  # times what is held; a limit beyond is only named
 _DRIVER_NAMES = {CALL: "call", "": "outside"}
 
 

@@ -82,7 +82,7 @@ _REMEDIES: Mapping[str, str] = {
     "audit": "auditing less often makes it smaller",
 }
 
-_UNUSUAL = 2.0  # times the median; such a step is told of by itself
+_UNUSUAL = 2.0  # times the median; such a step is reported by itself
 _OUTLIERS = 12  # that are explained
 _DIFFERENT = 0.1  # of a step's time
 _NOTABLE = 0.05  # of a speed; less is noise

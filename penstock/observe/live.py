@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from penstock.board.served import Shown
+from penstock.board.served import RunView
 from penstock.observe.on_demand import Task, free_path, save_report_of, save_timeline, stacks_of
 from penstock.observe.watch import KEYS, LEGEND, WIDE, Watch, stack_of
 
@@ -135,7 +135,7 @@ class LiveView:
             job = self._watch.jobs[self.selected]
             self._stacks = Task("", lambda: self._show_stacks(job))
 
-    def _show_stacks(self, job: list[Shown]) -> str:
+    def _show_stacks(self, job: list[RunView]) -> str:
         found = stacks_of(job)
         if self._with_stacks and job in self._watch.jobs[self.selected : self.selected + 1]:
             self._watch.stacks, self._size = found, (0, 0)
@@ -153,14 +153,14 @@ class LiveView:
         else:
             self._tasks[key] = Task(f"report {of}: being written", lambda: self._report(job))
 
-    def _timeline(self, job: list[Shown]) -> str:
+    def _timeline(self, job: list[RunView]) -> str:
         pid = job[0].description.pid
         step, path = save_timeline(
             job, lambda step: free_path(self._folder, f"timeline-{pid}-{step}", ".pftrace")
         )
         return f"wrote the timeline of step {step} to {path.name}; ui.perfetto.dev shows it"
 
-    def _report(self, job: list[Shown]) -> str:
+    def _report(self, job: list[RunView]) -> str:
         path = free_path(self._folder, f"report-{job[0].description.pid}", ".html")
         save_report_of(job, path)
         return f"wrote the report to {path.name}"

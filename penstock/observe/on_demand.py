@@ -17,7 +17,7 @@ from penstock.board.control import SUFFIX, ask
 from penstock.board.memory import Log
 from penstock.board.phases import timeline_of
 from penstock.board.runs import Run
-from penstock.board.served import Remote, Shown
+from penstock.board.served import Remote, RunView
 from penstock.errors import InputError, PenstockError
 from penstock.observe.trace import require_perfetto, save_trace
 from penstock.plan.plan import Plan
@@ -63,7 +63,7 @@ def free_path(folder: Path, name: str, suffix: str) -> Path:
     return next(path for n in names if not (path := folder / f"{n}{suffix}").exists())
 
 
-def stacks_of(runs: Sequence[Shown]) -> Mapping[str, str]:
+def stacks_of(runs: Sequence[RunView]) -> Mapping[str, str]:
     """What the threads of their workers are doing, by process and worker."""
     found: dict[str, str] = {}
     for run in runs:
@@ -82,7 +82,7 @@ def stacks_of(runs: Sequence[Shown]) -> Mapping[str, str]:
     return found
 
 
-def history_of(run: Shown) -> History:
+def history_of(run: RunView) -> History:
     """What a running pipeline knows of its run.
 
     Raises:
@@ -124,7 +124,7 @@ class Recorded(NamedTuple):
         return {**measured, "predicted": self.plan.timeline()}
 
 
-def record_step(runs: Sequence[Shown], patience: float = PATIENCE) -> Recorded:
+def record_step(runs: Sequence[RunView], patience: float = PATIENCE) -> Recorded:
     """Have the next step recorded, and wait for it.
 
     Args:
@@ -157,7 +157,7 @@ def record_step(runs: Sequence[Shown], patience: float = PATIENCE) -> Recorded:
 
 
 def save_timeline(
-    runs: Sequence[Shown],
+    runs: Sequence[RunView],
     path: Path | Callable[[int], Path],
     patience: float = PATIENCE,
 ) -> tuple[int, Path]:
@@ -182,7 +182,7 @@ def save_timeline(
     return found.step, path
 
 
-def save_report_of(runs: Sequence[Shown], path: Path) -> None:
+def save_report_of(runs: Sequence[RunView], path: Path) -> None:
     """Write the report of a run so far.
 
     Args:
@@ -199,7 +199,7 @@ def save_report_of(runs: Sequence[Shown], path: Path) -> None:
     save_report(history_of(runs[0]), path)
 
 
-def _answer(run: Shown, question: str) -> object:
+def _answer(run: RunView, question: str) -> object:
     """What a pipeline answers.
 
     Raises:
@@ -216,7 +216,7 @@ def _answer(run: Shown, question: str) -> object:
         raise PenstockError(f"{_name(run)} does not answer: {error}") from error
 
 
-def _is_there(run: Shown) -> bool:
+def _is_there(run: RunView) -> bool:
     """Whether it can still be asked."""
     return isinstance(run, Run) and run.is_alive and run.path is not None and run.path.exists()
 
@@ -229,5 +229,5 @@ def _only_there(run: Remote) -> str:
     )
 
 
-def _name(run: Shown) -> str:
+def _name(run: RunView) -> str:
     return f"process {run.description.pid}"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from penstock.board.memory import Reading
 from penstock.board.runs import find
-from penstock.board.served import Remote, Shown
+from penstock.board.served import Remote, RunView
 from penstock.board.status import Status, WorkerStatus, status_of
 from penstock.observe.on_demand import stacks_of
 from penstock.observe.staircase import Staircase
@@ -60,19 +60,19 @@ class Watch:
     """
 
     def __init__(
-        self, pid: int | None = None, source: Callable[[], Sequence[Shown]] | None = None
+        self, pid: int | None = None, source: Callable[[], Sequence[RunView]] | None = None
     ) -> None:
         self._source = source or (lambda: find(pid))
         self.nothing: Callable[[], str] = lambda: NOTHING
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._stairs: dict[str, Staircase] = {}
-        self.jobs: list[list[Shown]] = []
+        self.jobs: list[list[RunView]] = []
         self.stacks: Mapping[str, str] = {}
 
     def find(self) -> None:
         """Look which pipelines there are; the ranks of a job are one."""
         known = {run.path: run for job in self.jobs for run in job}
-        jobs: dict[str, list[Shown]] = {}
+        jobs: dict[str, list[RunView]] = {}
         for found in self._source():
             run = known.get(found.path, found)
             jobs.setdefault(run.description.job or str(run.path), []).append(run)
@@ -105,7 +105,7 @@ class Watch:
         """Ask every pipeline what the threads of its workers are doing."""
         self.stacks = stacks_of([run for job in self.jobs for run in job])
 
-    def name(self, job: Sequence[Shown]) -> str:
+    def name(self, job: Sequence[RunView]) -> str:
         """What no other pipeline is called."""
         return str(job[0].path)
 
@@ -113,7 +113,7 @@ class Watch:
         """The state of every pipeline."""
         return [self._status(job) for job in self.jobs]
 
-    def _status(self, job: Sequence[Shown]) -> Status:
+    def _status(self, job: Sequence[RunView]) -> Status:
         remote = [run for run in job if isinstance(run, Remote)]
         processes = {number: p for run in remote for number, p in run.processes().items()}
         counted = job[0].board.counted()
@@ -162,7 +162,7 @@ class Watch:
         head = _headline(title or Text(), status)
         return [*head, Text(), _table(status.workers, seen, width), *steps, Text()]
 
-    def _step(self, job: Sequence[Shown], status: Status, width: int) -> list[Text]:
+    def _step(self, job: Sequence[RunView], status: Status, width: int) -> list[Text]:
         """The step that is under way, as far as it was seen; nothing if steps are too short."""
         stairs = self._staircase(job)
         lines = stairs.lines(width) if stairs.is_worth_it(status.step_seconds) else []
@@ -174,15 +174,15 @@ class Watch:
         style = "" if stairs.is_under_way else "dim"
         return [Text(), Text(caption, style="dim"), *(Text(line, style=style) for line in lines)]
 
-    def _of(self, job: Sequence[Shown], number: int) -> _Seen:
+    def _of(self, job: Sequence[RunView], number: int) -> _Seen:
         return self._seen.setdefault((self.name(job), number), _Seen())
 
-    def _staircase(self, job: Sequence[Shown]) -> Staircase:
+    def _staircase(self, job: Sequence[RunView]) -> Staircase:
         predicted = job[0].description.predicted_seconds
         return self._stairs.setdefault(self.name(job), Staircase(predicted))
 
 
-def _readings(job: Sequence[Shown]) -> dict[int, Reading]:
+def _readings(job: Sequence[RunView]) -> dict[int, Reading]:
     """What the records of all its processes say."""
     return {number: reading for run in job for number, reading in run.readings().items()}
 

@@ -52,7 +52,7 @@ class Living:
         self._lost.extend(numbers)
 
     def drain(self) -> list[int]:
-        """The numbers of values that the workers are now told to let go."""
+        """The numbers of values that the workers are to let go of with what is sent next."""
         gone = [self._gone.popleft().number for _ in range(len(self._gone))]
         for number in gone:
             self._held.pop(number, None)
@@ -77,7 +77,7 @@ class Value:
         replica: of that stage.
         shape: of the value.
         made: how its sizes depend on those of the inputs of the pass that made it.
-        living: is told when nobody has it any more.
+        living: is called when nobody has it any more.
 
     Attributes:
         is_copied: whether the script has copies of it, so that no forward may change it in place.

@@ -60,7 +60,7 @@ class SessionPass:
             result counts, while the workers are at it.
         count: of all passes, with this one.
         lengths_in: as of `Sessions.start`.
-        times_sent: how often the workers had been told of changes of the model when it began.
+        times_sent: how often changes of the model had been sent to the workers when it began.
     """
 
     session: Session
@@ -249,7 +249,7 @@ class Sessions:
         """A pass that the model as it is now makes: this one, or else another in its place.
 
         Raises:
-            InputError: the model has changed in a way that the workers cannot be told.
+            InputError: the model has changed in a way that cannot be sent to the workers.
             StatesLost: this one has failed, as the model has changed, and others with it.
         """
         are_others = len(self._runner.under_way) > 1

@@ -2,9 +2,9 @@
 
 Under torchrun every rank calls `generate` or a session. The rank with the first stage does what the
 script's process does elsewhere: it runs the model's own `generate`, finds ways, starts passes and
-waits for them. It tells the others of each such step, and they do their part of it. Each step is an
-operation, so one that fails for a process fails for all. When a pass has failed, the process that
-leads decides what comes of it; when another step has, the call is over.
+waits for them. It broadcasts each such step to the others, which do their part of it. Each step is
+an operation, so one that fails for a process fails for all. When a pass has failed, the process
+that leads decides what comes of it; when another step has, the call is over.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Followed:
 class Together:
     """Has all processes that run the script make the calls of sessions together.
 
-    Where there is one such process, as with threads and worker processes, nothing is told.
+    Where there is one such process, as with threads and worker processes, nothing is sent.
 
     Args:
         runner: runs passes.
@@ -122,7 +122,7 @@ class Together:
         self._runner = runner
         self._program = program
         self._what = ""  # the call that this process leads
-        self._failure: Exception | None = None  # after which nothing is told in this call
+        self._failure: Exception | None = None  # after which nothing is broadcast in this call
         self._to_all = True
         self._news: dict[bool, dict[int, Inputs]] = {True: {}, False: {}}  # for the others, by mode
 
@@ -208,7 +208,7 @@ class Together:
 
     @contextmanager
     def _leading(self, what: str, to_all: bool) -> Iterator[None]:
-        """While open, steps are told; if it is left by an error, that is told last."""
+        """While open, steps are broadcast; an error that leaves it is broadcast last."""
         if self.is_alone:
             yield
             return
@@ -252,7 +252,7 @@ class Together:
             raise
 
     def _fail(self, error: Exception) -> None:
-        """From now on nothing is told in this call; passes are given up, here as in the others."""
+        """Broadcast nothing more in this call, and give up its passes, as the others do."""
         if self._what:
             self._failure = error
             self._runner.give_up(error)

@@ -282,7 +282,7 @@ class Workers(ABC):
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in this process, if they are its own.
         assumes: whether they can begin a pass before it is known that the model is as it was.
-        times_sent: how often they were told of changes of the model.
+        times_sent: how often changes of the model were sent to them.
         job: the same in all processes that run this pipeline, if there are several, and in no
             others.
         why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
@@ -423,7 +423,7 @@ class Workers(ABC):
         """Whether the workers know the model as it is now: whether passes that assume it are right.
 
         Raises:
-            InputError: it has changed in a way that they cannot be told.
+            InputError: it has changed in a way that cannot be sent to them.
         """
         return True
 

@@ -22,7 +22,7 @@ from penstock.workers.backend import Workers
 
 
 def listen(workers: Workers, more: Mapping[str, Callable[[], Any]]) -> None:
-    """Tell other processes of this user what the threads of workers do, and more, if they ask.
+    """Answer other processes of this user that ask what the threads of workers do, and more.
 
     It ends when the board is closed or the workers are forgotten.
 

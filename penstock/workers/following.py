@@ -156,17 +156,17 @@ class Following:
         ]
 
     def has_news(self) -> bool:
-        """Whether there may be something that the process has to be told before the next pass."""
+        """Whether something may have to be sent to the process before the next pass."""
         now = self._now()
         same = len(now) == len(self._expected) and all(map(is_, now, self._expected))
         versions = list(map(_VERSION, self._tensors))
         return not same or bool(self._again) or self._versions != versions
 
     def news(self) -> AttributeChanges:
-        """What the process has to be told before the next pass.
+        """What has to be sent to the process before the next pass.
 
         Raises:
-            InputError: it cannot be told: an attribute has other parameters in it than before.
+            InputError: it cannot be sent: an attribute has other parameters in it than before.
         """
         if not self.has_news():
             return {}
@@ -212,11 +212,11 @@ class Following:
         return frozen(value)
 
     def confirm(self) -> None:
-        """What was told has arrived."""
+        """What was sent has arrived."""
         self._unsure = {}
 
     def doubt(self) -> None:
-        """What was told may be lost."""
+        """What was sent may be lost."""
         self._again, self._unsure = _merged(self._again, self._unsure), {}
 
 

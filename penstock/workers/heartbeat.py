@@ -1,7 +1,7 @@
 """Whether a process runs, or has been stopped.
 
 A worker that computes cannot answer, so its silence says nothing. On one machine the kernel knows
-the difference, and tells it in `/proc` (`Pulse`). Processes of two machines send each other a
+the difference, and shows it in `/proc` (`Pulse`). Processes of two machines send each other a
 heartbeat, by threads that do nothing else (`Beats`).
 """
 

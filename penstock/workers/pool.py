@@ -52,7 +52,7 @@ class Dispatch:
         return sorted(self.given - self.results.keys())
 
     def failures(self) -> list[BaseException]:
-        """What was raised, the workers that were merely told to stop last."""
+        """What was raised, with the workers that were merely asked to stop last."""
         errors = [r.error for r in list(self.results.values()) if r.error is not None]
         return sorted(errors, key=lambda error: isinstance(error, Aborted))
 

@@ -161,7 +161,7 @@ def _print_of(value: object, known: Mapping[int, int]) -> Any:
 
 
 def _found(value: object, same: bool, known: Mapping[int, int]) -> Found:
-    """What is to be told of a value that is another one now."""
+    """What is sent of a value that is another one now."""
     try:
         packed = pack_apart(value, known)
     except Exception as error:

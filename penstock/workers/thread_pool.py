@@ -156,7 +156,7 @@ def _serve(
                 value = job()
             except BaseException as raised:
                 error = raised
-            del order, job  # what they hold goes before the caller is told
+            del order, job  # what they hold goes before the result is reported
             current.report(index, JobResult(value, error))
             del current, value, error
 

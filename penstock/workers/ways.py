@@ -160,7 +160,7 @@ class Ways:
         plan: how it is cut, and where its stages run.
         devices: of the workers.
         training: the mode.
-        announce: tells the workers of a way.
+        announce: sends the workers a way.
         deferred: whether BatchNorms are moved once per batch.
         before: those of other workers, if there were some: ways keep their numbers.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.

@@ -3,7 +3,7 @@
 A peer is started once and then runs one training step for each call of `step()`, so that those who
 are compared can take turns; between its steps its processes wait without using a processor. A
 process builds one servant, an object whose methods are the commands, and then blocks on its pipe
-until it is told what to run. Every wait of the owner has a timeout; a process that raises or dies
+until it is sent what to run. Every wait of the owner has a timeout; a process that raises or dies
 is a `PeerError` in the owner that names it and carries its traceback. No process outlives its
 owner.
 """
@@ -284,9 +284,9 @@ class PeerProcesses:
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS)
                 failures[rank] = reply.failure
         if failures:
-            told = sorted(failures.values(), key=lambda failure: failure.is_of_another)
-            texts = "\n".join(failure.text for failure in told)
-            raise PeerError(f"{self.name}: '{command}' failed\n{texts}", told[0].reason)
+            ordered = sorted(failures.values(), key=lambda failure: failure.is_of_another)
+            texts = "\n".join(failure.text for failure in ordered)
+            raise PeerError(f"{self.name}: '{command}' failed\n{texts}", ordered[0].reason)
         if missing:
             late = ", ".join(map(str, sorted(missing)))
             said = f"no answer to '{command}' from rank {late} in {self._timeout:g} s"

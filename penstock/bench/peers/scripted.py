@@ -269,8 +269,8 @@ class DataParallel(GroupTrainer):
                 found.append(metrics(output.detach(), y))
         dist.all_reduce(total, group=self._group)
         self.losses.append(total)
-        self.metrics += self._everybodys(found)
-        self.outputs = torch.cat(self._everybodys(results)) if outputs else None
+        self.metrics += self._all_gathered(found)
+        self.outputs = torch.cat(self._all_gathered(results)) if outputs else None
 
     def evaluate(self, inputs: Any) -> Tensor | None:
         self.model.eval()
@@ -278,7 +278,7 @@ class DataParallel(GroupTrainer):
             found = [self.model(*x) for x in split(inputs, self.setup.microbatches)]
         return torch.cat(found)
 
-    def _everybodys(self, mine: list[Tensor]) -> list[Tensor]:
+    def _all_gathered(self, mine: list[Tensor]) -> list[Tensor]:
         """What all ranks have, in order."""
         lists: list[Any] = [None] * self._size
         dist.all_gather_object(lists, mine, group=self._group)

@@ -16,7 +16,7 @@ COMMAND = (
     "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {path!r}; "
     "from penstock.workers.processes.child import main; main(*{arguments!r})"
 )
-"""What the interpreter of a worker is told to run."""
+"""The program that the interpreter of a worker runs, by `-c`."""
 
 
 def main(worker: int, workers: int, control: int, lifeline: int, board: int, dump: int) -> None:

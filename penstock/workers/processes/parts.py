@@ -103,7 +103,7 @@ class RemoteParts:
         try:
             steps = [job(place) for place in range(1 + max(places))]
         except BaseException:
-            shared.doubt()  # what they were to be told is lost
+            shared.doubt()  # what was to be sent to them is lost
             raise
         try:
             return self._access.run([steps[place] for place in places], True)

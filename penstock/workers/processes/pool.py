@@ -188,7 +188,7 @@ class ProcessPool(Pool):
 
     Attributes:
         board: where the processes note what they do.
-        old: the workers that were in another pool; they have to be told of this one.
+        old: the workers that were in another pool; they have to enter this one first.
         keeps_survivors: as above.
         spares: as above.
         leaving: the workers that were asked to end, by a SIGTERM.

@@ -114,7 +114,7 @@ class _Versions:
 
     Attributes:
         tensors: which.
-        sent: as the workers were told.
+        sent: as last sent to the workers.
         known: and as they certainly know.
     """
 
@@ -137,11 +137,11 @@ class _Versions:
         return tuple(k for k, version in enumerate(before) if version != now[k])
 
     def confirm(self) -> None:
-        """What they were told has arrived."""
+        """What was sent has arrived."""
         self.known = list(self.sent)
 
     def doubt(self) -> None:
-        """What they were told may be lost."""
+        """What was sent may be lost."""
         self.sent = list(self.known)
 
 
@@ -481,13 +481,13 @@ class SharedModel:
                 part.versions.sent[number] += 1  # the worker knows this one
 
     def confirm(self) -> None:
-        """What the workers were told has arrived, all of it."""
+        """All that was sent to the workers has arrived."""
         for part in self._parts:
             part.versions.confirm()
             part.crossing.confirm()
 
     def doubt(self) -> None:
-        """Take it that the workers know nothing of all this: what they were told may be lost."""
+        """Take it that the workers know nothing of all this: what was sent may be lost."""
         for part in self._parts:
             part.let_go()
             part.slot, part.slots, part.requires_grad = -1, Slots(), ()

@@ -54,7 +54,7 @@ class SharedTurns:
     Args:
         reached: for every replica the first of its numbers that is not done.
         replica: which of them is here.
-        bells: to tell the others, and to be told.
+        bells: wake the others, and are waited for here.
         sleep: waits until the own bell rings; raises `Aborted` if the pass is given up.
     """
 

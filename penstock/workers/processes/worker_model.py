@@ -90,7 +90,7 @@ class WorkerModel:
         move(every)
 
     def has_news(self) -> bool:
-        """Whether it may have to be told of modes or attributes of its modules."""
+        """Whether modes or attributes of its modules may have to be sent to it."""
         return self._modes() != self._training or self._following.has_news()
 
     def _modes(self) -> tuple[bool, ...]:
@@ -109,10 +109,10 @@ class WorkerModel:
         return self._following.news()
 
     def confirm(self) -> None:
-        """What it was told has arrived."""
+        """What was sent has arrived."""
         self._following.confirm()
 
     def doubt(self) -> None:
-        """What it was told may be lost."""
+        """What was sent may be lost."""
         self._training = ()
         self._following.doubt()

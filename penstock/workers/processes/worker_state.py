@@ -83,7 +83,7 @@ class WorkerState(ProcessState):
         slots: for the gradients of all parameters, by number.
         options: the arguments of the classes of its optimizers.
         chunks: of those that are updated chunk by chunk.
-        leaves: whether this process was asked to end, by a SIGTERM; the driver is told.
+        leaves: whether this process was asked to end, by a SIGTERM; every report says so.
     """
 
     def __init__(self, worker: int, wire: Wire, record: Record) -> None:
@@ -205,7 +205,7 @@ class WorkerState(ProcessState):
             kind_of(self.device).synchronize(self.device)
 
     def _report(self, failed: bool, value: Any) -> None:
-        """Tell the driver what has come of the job."""
+        """Send the driver what has come of the job."""
         data, tensors = pack(value)
         with self._lender.lend(tensors) as loan:
             report = Report(self.dispatch, failed, data, loan.lent, self.leaves)

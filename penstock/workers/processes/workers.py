@@ -246,7 +246,7 @@ class ProcessWorkers(DrivenWorkers):
     # -- passes ---------------------------------------------------------------------------
 
     def start(self, order: Order) -> tuple[Order, Dispatch]:
-        """Tell all workers to run a pass."""
+        """Send all workers a pass."""
         self._pool.check_open()
         self._losses.note(order.loss)
         loss = None if order.loss is None else packed_loss(order.loss, order.what == "train")
@@ -315,7 +315,7 @@ class ProcessWorkers(DrivenWorkers):
         return self._kinds.setdefault((*settings, order.replica), len(self._kinds))
 
     def _brief(self, order: Order) -> list[Job]:
-        """The jobs of a pass of a model that is as it was; none if it has to be told more."""
+        """The jobs of a pass of a model that is as it was; none if more has to be sent."""
         known = len(self._kinds)
         kind = self._kind(order) if order.assumed and not self._memories else None
         if kind is None or kind >= known:
@@ -333,7 +333,7 @@ class ProcessWorkers(DrivenWorkers):
         """Whether the processes know the model, and the settings of torch, as they are now.
 
         Raises:
-            InputError: something has changed that they cannot be told.
+            InputError: something has changed that cannot be sent to them.
         """
         for remote in self._remotes:
             remote.check()
@@ -365,7 +365,7 @@ class ProcessWorkers(DrivenWorkers):
                     self._memories[worker] = _kept(part.memory)
             outcome = Outcome.of(parts)
             bring(outcome.buffers, order.loss)
-            if not self._pool.under_way:  # else what they are told may not have arrived
+            if not self._pool.under_way:  # else what was sent may not have arrived
                 self._shared.confirm()
                 for remote in self._remotes:
                     remote.confirm()
@@ -525,7 +525,7 @@ class ProcessWorkers(DrivenWorkers):
 
 
 def _kept(found: Mapping[StateKey, Found]) -> dict[StateKey, Found]:
-    """What a worker has told, in memory of this process."""
+    """What a worker has reported, in memory of this process."""
     kept = {}
     for key, each in found.items():
         tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in each.value.tensors]

@@ -26,13 +26,19 @@ from penstock.workers.ranks.clocks import Clock, ClockOffset, machine
 
 _GRACE = 5.0  # seconds that ranks have to stop when an operation is given up
 _REST = 60.0  # seconds in which nothing may come of a message that has begun to
-_LONG = 1.0  # seconds of waiting, after which rank 0 is told what for
+_LONG = 1.0  # seconds of waiting, after which a rank sends rank 0 what for
 
 T = TypeVar("T")
 
 
-class Word(NamedTuple):
-    """A rank has something for all others; `what` is the operation in which it is."""
+class Broadcast(NamedTuple):
+    """What one rank has for all others.
+
+    Attributes:
+        number: of the operation in which it is sent.
+        what: the name of that operation on this rank.
+        value: what the others get.
+    """
 
     number: int
     what: str
@@ -102,7 +108,7 @@ class Leave(NamedTuple):
     """A rank closes its pipeline."""
 
 
-Message = Word | Report | Verdict | GiveUp | Waits | Leave
+Message = Broadcast | Report | Verdict | GiveUp | Waits | Leave
 
 
 class Ranks:
@@ -155,7 +161,7 @@ class Ranks:
         disown_in_forks(self)
 
     def _begin(self) -> None:
-        self._word: Word | None = None
+        self._incoming: Broadcast | None = None
         self._reports: dict[int, Report] = {}
         self._apart: dict[int, InputError] = {}  # of ranks that wait in another operation
         self._verdict: Verdict | None = None
@@ -230,17 +236,17 @@ class Ranks:
             Aborted: the operation failed elsewhere.
         """
         if self.rank == source:
-            self._send(Word(self.number, self._what, value), self._wires)
+            self._send(Broadcast(self.number, self._what, value), self._wires)
             return value  # type: ignore[return-value]
-        while self._word is None:
+        while self._incoming is None:
             try:
                 self._listen(None, f"waiting for {of} of {self.names[source]}")
             except Aborted:
-                if self._word is None:  # else that it has failed since is noticed later
+                if self._incoming is None:  # else that it has failed since is noticed later
                     raise
-        if self._word.what != self._what:
-            raise self._disagreement(source, self._word.what)
-        return self._word.value  # type: ignore[no-any-return]
+        if self._incoming.what != self._what:
+            raise self._disagreement(source, self._incoming.what)
+        return self._incoming.value  # type: ignore[no-any-return]
 
     def _disagreement(self, rank: int, what: str) -> InputError:
         return InputError(
@@ -334,11 +340,11 @@ class Ranks:
         elif message.number == self.number:  # and not of an operation that is over
             self._note(rank, message)
 
-    def _note(self, rank: int, message: Word | Report | Verdict | GiveUp | Waits) -> None:
+    def _note(self, rank: int, message: Broadcast | Report | Verdict | GiveUp | Waits) -> None:
         """Take note of what another rank says of this operation."""
         match message:
-            case Word():
-                self._word = message
+            case Broadcast():
+                self._incoming = message
                 self._send(message, self._wires.keys() - {rank})
             case Waits():
                 if message.what != self._what:
@@ -428,7 +434,7 @@ class Ranks:
         return self._verdict
 
     def _judged(self, mine: Report, only: int | None) -> Verdict:
-        """What has come of it on all ranks; they are told."""
+        """What has come of it on all ranks, which is sent to them."""
         if mine.error is not None:
             mine = mine._replace(error=self._as_others_see(mine.error))
         self._reports[0] = mine._replace(stops=self.stops)

@@ -21,7 +21,7 @@ class GradientElsewhere(torch.Tensor):
     anything else is an error that says what to call instead.
 
     Attributes:
-        is_zeroed: whether it was set to zero since the worker was last told.
+        is_zeroed: whether it was set to zero since that was last sent to the worker.
     """
 
     is_zeroed: bool

@@ -161,7 +161,7 @@ class DriverModel:
         }
 
     def news(self, places: int) -> list[TensorChanges]:
-        """What the workers at every place have to be told.
+        """What has to be sent to the workers at every place.
 
         Raises:
             InputError: see `check`.
@@ -204,18 +204,18 @@ class DriverModel:
         parameter.grad = self._stand_ins[number] = GradientElsewhere(parameter)
 
     def confirm(self) -> None:
-        """What workers were told has arrived."""
+        """What was sent has arrived."""
         self._unsure.clear()
 
     def doubt(self) -> None:
-        """What they were told may be lost."""
+        """What was sent may be lost."""
         for place, draft in self._unsure.items():
             older = self._again.setdefault(place, _Draft())
             older.update(draft)
         self._unsure.clear()
 
     def has_news(self) -> bool:
-        """Whether workers are told something that no copy of theirs has; asked once."""
+        """Whether something is sent to workers that no copy of theirs has; asked once."""
         had, self._has_news = self._has_news, False
         return had
 

@@ -38,14 +38,14 @@ class _Sent(Dispatch):
 
     Attributes:
         refs: of the results, by worker.
-        parcels: of jobs that several workers have, by id.
+        pickled: jobs, and what they are pickled as, by their ids; several workers may have one.
         failed: when the first failure was noticed.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.refs: dict[int, Any] = {}
-        self.parcels: dict[int, tuple[Job, Any]] = {}
+        self.pickled: dict[int, tuple[Job, Any]] = {}
         self.failed = 0.0
 
 
@@ -105,7 +105,7 @@ class ActorPool(Pool):
         board: what those do that are on this machine.
         nodes: for every worker its process, and its node, in words; known after the start.
         keeps_survivors: whether others can go on.
-        old: the workers that were in another pool; they have to be told of this one.
+        old: the workers that were in another pool; they have to enter this one first.
         copies: the number of the last copy that they were asked for, by the pool before, too.
 
     Raises:
@@ -348,7 +348,7 @@ class ActorPool(Pool):
 
     def _pickled(self, worker: int, job: Job, current: _Sent) -> Any:
         """The job, pickled once for all workers that have it."""
-        if id(job) not in current.parcels:
+        if id(job) not in current.pickled:
             try:
                 packed: Pickled = pickled(job)
             except Exception as error:
@@ -357,8 +357,8 @@ class ActorPool(Pool):
                     f'{type(error).__name__}: {error}. Use workers="threads"'
                 ) from error
             kept = ray().put(packed) if packed.nbytes > _LARGE else packed
-            current.parcels[id(job)] = job, kept
-        return current.parcels[id(job)][1]
+            current.pickled[id(job)] = job, kept
+        return current.pickled[id(job)][1]
 
     def _recall(self, current: Dispatch) -> None:
         assert isinstance(current, _Sent)
@@ -368,7 +368,7 @@ class ActorPool(Pool):
 
     def _await_report(self, current: Dispatch, seconds: float | None) -> None:
         assert isinstance(current, _Sent)
-        current.parcels.clear()
+        current.pickled.clear()
         waiting = {current.refs[worker]: worker for worker in current.waits_for}
         ready, _ = ray().wait([*waiting], num_returns=len(waiting), timeout=seconds)
         for ref in ready:

@@ -30,7 +30,7 @@ class GivenUp(PenstockError):  # noqa: N818 - never reaches a user
 
 
 class ActorRank(RankWorkers):
-    """A rank whose operations an actor calls, as the script tells it.
+    """A rank whose operations an actor calls, as the jobs of the script say.
 
     Args:
         launch: the ranks.

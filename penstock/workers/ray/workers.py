@@ -225,7 +225,7 @@ class RayWorkers(DrivenWorkers):
             raise
 
     def _way(self, way: NewWay) -> list[AddWay]:
-        """What the workers at every place have to be told of a way."""
+        """What the workers at every place are sent of a way."""
         held = zip(self.ownership.parameters, self.ownership.buffers, strict=True)
         deliveries = self._model.deliveries([(*mine, *more) for mine, more in held])
         every = modules_of(span for stage in way.stages.values() for span in stage.spans)
@@ -253,7 +253,7 @@ class RayWorkers(DrivenWorkers):
     # -- passes ---------------------------------------------------------------------------
 
     def start(self, order: Order) -> Ticket:
-        """Tell all workers to start a pass."""
+        """Send all workers a pass."""
         self._check_open()
         self._is_brought = False
         self._losses.note(order.loss)
@@ -382,14 +382,14 @@ class RayWorkers(DrivenWorkers):
     def _news(self) -> Sequence[TensorChanges]:
         """What the script has done to tensors, for every place."""
         if not self._pool.under_way:
-            self._model.doubt()  # what was told and not confirmed was interrupted
+            self._model.doubt()  # what was sent and not confirmed was interrupted
         return self._model.news(len(self._places))
 
     def _copy_after(self, changes: bool) -> Copy | None:
         """The copy that is made after the next work, if one is.
 
         Args:
-            changes: whether the workers have something else after it, besides what they are told.
+            changes: whether the workers have something else after it, besides what they are sent.
         """
         has_news = self._model.has_news()
         if self._copying is None or not (changes or has_news):
@@ -439,7 +439,7 @@ class RayWorkers(DrivenWorkers):
         self._model.check()
 
     def _confirm(self) -> None:
-        """What workers were told has arrived, unless they are still told something."""
+        """What was sent has arrived, unless something else is under way."""
         if not self._pool.under_way:
             self._model.confirm()
             self._following.confirm()

@@ -149,7 +149,7 @@ class ThreadWorkers(Workers):
         return replace(way, stages=stages)
 
     def start(self, order: Order) -> tuple[Order, Dispatch]:
-        """Tell all workers to run a pass."""
+        """Give every thread its part of a pass."""
         order = order.changed(before=self._ran)
         handover = Handover(self._with_streams)
         fresh = not self._handovers
@@ -172,7 +172,7 @@ class ThreadWorkers(Workers):
             raise
 
     def _before_replicas(self, order: Order) -> list[Backup]:
-        """What a pass may change, if several workers may: none of them can tell when it begins."""
+        """What a pass may change, if several workers may: none of them knows when it begins."""
         places = range(self._per_replica if self._in_order else 0)
         return [self.ownership.backup(place, order.goes_back) for place in places]
 
