@@ -161,7 +161,7 @@ class Running:
         return workers
 
     def _show(self, stack: ExitStack) -> None:
-        """Let others see what is run."""
+        """Publish the board, serve the metrics and write the description, for `penstock top`."""
         workers = self.workers
         self.description = description_of(self._model, self.plan, workers)
         self.metrics = self._served(self._served_at)
@@ -186,7 +186,7 @@ class Running:
             return None
 
     def about(self) -> About:
-        """What is run, and where."""
+        """The description, the plan and the versions that a run's folder begins with."""
         return About(
             description=self.description,
             plan=self.plan,

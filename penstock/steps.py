@@ -178,7 +178,7 @@ class Steps:
         return self.is_asked or self._tries > 0 or _is_sampled(self._number)
 
     def begin(self) -> int:
-        """A pass begins; returns when."""
+        """Note that a pass begins; returns when, in nanoseconds of `time.monotonic_ns()`."""
         begun = monotonic_ns()
         self._open.append(begun)
         self._board.note_begun(self._open[0])
@@ -191,7 +191,7 @@ class Steps:
         self._board.note_begun(self._open[0] if self._open else 0)
 
     def drop(self) -> None:
-        """No pass is under way any more."""
+        """Take it that no pass is under way: all were given up."""
         self._open.clear()
         self._board.note_begun(0)
 

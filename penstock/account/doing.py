@@ -25,7 +25,7 @@ class Doing:
         return not self._open and not self._done
 
     def enter(self, what: str) -> None:
-        """It begins something."""
+        """Note that something begins now; `what` is its name, as attribution has it."""
         self._open.append((what, monotonic_ns()))
 
     def exit(self, what: str) -> None:
@@ -44,11 +44,11 @@ class Doing:
         self._open = [doing for doing in self._open if doing[0] != what]
 
     def note(self, interval: Interval) -> None:
-        """It did this."""
+        """Add something that has ended already."""
         self._done.append(interval)
 
     def until(self, now: int) -> list[Interval]:
-        """What it did, and does now."""
+        """All since `clear`, in order of their ends; what is not over ends at `now`."""
         return [*self._done, *(Interval(*doing, now) for doing in self._open)]
 
     def shorten(self, passes: Sequence[Interval]) -> None:

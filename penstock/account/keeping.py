@@ -63,7 +63,7 @@ class Kept:
         self._written.go_on(replace(about, since=self._changed_after))
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Write the steps that are not written yet, and close the folder."""
         self._times.flush()
         self._written.close()
 
@@ -81,14 +81,14 @@ class Kept:
         self._written.add(record)
 
     def happened(self, what: str) -> None:
-        """Something happened, in words."""
+        """Note an event, in words, after the latest step."""
         self._times.flush()
         event = Happened(time.time(), self._steps, what)
         self._events.append(event)
         self._written.add(event)
 
     def latest(self) -> list[str]:
-        """What happened last, in a line each."""
+        """The latest events, oldest first, in a line each."""
         return [
             _in_a_line(f"after step {event.step}: {event.what}")
             for event in [*self._events][-_SHOWN:]
@@ -140,7 +140,7 @@ class _Written:
                 self._give_up(self.folder, error)
 
     def go_on(self, about: About) -> None:
-        """The run goes on with another plan."""
+        """Begin another part of the run's folder, with another plan or other workers."""
         if self.folder is not None:
             try:
                 self.folder.go_on(about)
@@ -156,7 +156,7 @@ class _Written:
         )
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Close the folder; what comes after is not kept."""
         folder, self.folder = self.folder, None
         if folder is not None:
             folder.close()
@@ -176,7 +176,7 @@ class _Times:
         self._since = 0.0
 
     def step(self, number: int, seconds: float, pass_seconds: float, rows: int) -> None:
-        """A step has ended, see `Kept.step`."""
+        """Note the seconds of a step; short ones are written together."""
         now, before = time.time(), self._now
         if before is None:
             self._since = now
@@ -204,7 +204,7 @@ class _Times:
             self._written.add(now)
 
     def all(self) -> list[StepTime]:
-        """All that are known, in order."""
+        """All that are known, oldest first, with those that are not written yet."""
         now = self._now
         return [*self._noted, *([now] if now else [])]
 

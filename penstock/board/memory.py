@@ -77,7 +77,7 @@ class Reading:
 
     @classmethod
     def nothing(cls) -> Reading:
-        """Of a worker of which nothing is seen."""
+        """The reading of a worker whose record cannot be seen from here: idle, all counts 0."""
         return cls(0, 0, 0, 0, 0, 0, 0)
 
     @property
@@ -110,7 +110,7 @@ class Record:
         return self._state[_CODE]
 
     def note(self, code: int) -> None:
-        """From now on the worker does this."""
+        """Note what the worker does from now on, by a code as `code` has it."""
         now, state = monotonic_ns(), self._state
         before = state[_CODE]
         if before > 0:
@@ -145,7 +145,7 @@ class Record:
             self.note(before)
 
     def count(self) -> None:
-        """One more pass is complete."""
+        """Count a pass that has ended well."""
         self._cells[_PASSES] += 1
 
     def hold(self, held: int, most_held: int) -> None:
@@ -261,13 +261,13 @@ class Board:
             self._cells[place + 4] = False
 
     def count_other(self) -> None:
-        """A pass without gradients has ended."""
+        """Count a pass without gradients that has ended."""
         self._cells[_OTHERS] += 1
 
     # -- readers ------------------------------------------------------------------------------
 
     def reading(self, worker: int) -> Reading:
-        """What a worker's record says now."""
+        """What a worker is doing now, and its sums of work and waiting in nanoseconds up to now."""
         start = _PIPELINE + worker * _CELLS
         cells = self._cells[start : start + _CELLS].tolist()
         for _ in range(8):  # until it does not change meanwhile; a busy worker may always do
@@ -285,7 +285,7 @@ class Board:
         return [self.reading(worker) for worker in range(len(self.records))]
 
     def counted(self) -> Counted:
-        """What the pipeline's record says now."""
+        """The steps counted so far, and times of the latest, oldest first."""
         cells = self._cells[:_PIPELINE].tolist()
         while self._cells[_STEPS] != cells[_STEPS]:  # a step has ended meanwhile
             cells = self._cells[:_PIPELINE].tolist()

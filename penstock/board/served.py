@@ -129,7 +129,7 @@ class Remote:
 
     @property
     def board(self) -> Remote:
-        """Itself."""
+        """What has `counted()`, as the board of a `Run` has."""
         return self
 
     @property
@@ -139,7 +139,7 @@ class Remote:
 
     @property
     def description(self) -> Description:
-        """What it is."""
+        """The pipeline's workers, plan and process; raises `InputError` before the first answer."""
         return self._known.description
 
     @property
@@ -157,7 +157,7 @@ class Remote:
         return dict(zip(self.description.recorded, self._known.processes, strict=True))
 
     def counted(self) -> Counted:
-        """The passes, at the latest answer."""
+        """The steps counted up to the latest answer."""
         return self._known.counted
 
     def wait(self) -> None:

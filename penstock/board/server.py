@@ -63,7 +63,7 @@ class _Connection:
             raise ConnectionError
 
     def begin(self, response: bytes) -> None:
-        """Begin to respond."""
+        """Have a response to send, with the seconds that the client has to read it."""
         self.response, self.until = memoryview(response), time.monotonic() + _PATIENCE
 
     def send(self) -> bool:
@@ -144,7 +144,7 @@ class Server:
         return min(_LOOK, max(0.0, first - time.monotonic()) + 0.001)
 
     def _turn(self, ready: list[int]) -> None:
-        """Go on with those who are ready."""
+        """Read from and answer the connections with these file descriptors."""
         wanted: dict[str, list[int]] = {}
         for fd in ready:
             if fd in self._connections and (path := self._heard(fd)) is not None:

@@ -285,7 +285,7 @@ def _here(worker: Worker, description: Description) -> Process:
 
 
 def _median(durations: Sequence[int]) -> float | None:
-    """Of nanoseconds, in seconds."""
+    """The median of durations in nanoseconds, in seconds; `None` without any."""
     return statistics.median(durations) / 1e9 if durations else None
 
 

@@ -48,7 +48,7 @@ class _Results(NamedTuple):
     is_one: bool
 
     def made(self) -> Any:
-        """The same anew."""
+        """New tensors on `meta` of these shapes, strides and dtypes: one, or a tuple of them."""
         made = tuple(
             torch.empty_strided(shape, strides, dtype=dtype, device="meta")
             for shape, strides, dtype in self.tensors
@@ -96,7 +96,7 @@ def _gives_new(operator: Any) -> bool:
 
 
 def _hashable(value: Any) -> Hashable:
-    """All that an argument tells an operator."""
+    """An argument as a key: of a tensor its dtype, shape and strides, else type and value."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, (list, tuple)):

@@ -330,7 +330,7 @@ class _Merge:
         return self._known[key]
 
     def _fit(self, group: Sequence[int]) -> Size | None:
-        """The same, by differences."""
+        """The same without a memo, by the differences between the recorded points."""
         start = self.points[0]
         terms: Counter[tuple[str, ...]] = Counter({(): group[0]})
         for names in [*((n,) for n in self.names), *combinations(self.names, 2)]:

@@ -45,7 +45,7 @@ class Stream(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Whose."""
+        """The device that runs it."""
 
     def record_event(self) -> Event:
         """An event behind everything that is on the stream now."""

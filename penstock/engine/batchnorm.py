@@ -96,7 +96,7 @@ class _Watched(torch.Tensor):
             return func(*args, **kwargs)
 
     def plain(self) -> torch.Tensor:
-        """The same memory."""
+        """The buffer as a plain tensor, in the same memory."""
         with without_subclass_functions():
             return self.as_subclass(torch.Tensor)
 

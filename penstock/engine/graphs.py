@@ -138,7 +138,7 @@ class _Lease:
         self._known = known
 
     def end(self) -> None:
-        """Have the slot free again."""
+        """Let the slot be used for another micro-batch."""
         slot, self.slot = self.slot, None
         if slot is not None:
             self._known.free.append(slot)

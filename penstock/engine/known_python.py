@@ -46,7 +46,7 @@ class _Reading:
         self._read: set[int] = set()
 
     def module(self, module: nn.Module) -> str:
-        """Of a module, and of what it calls."""
+        """Why a module, or what it calls, is not known to be pure; empty if it is."""
         kind = type(module)
         if id(module) in self._read:
             return ""
@@ -124,7 +124,7 @@ class _Reading:
         return self.value(value)
 
     def value(self, value: Any) -> str:
-        """Of something that is called."""
+        """The same for what a function calls: why it is not known; empty if it is."""
         package = getattr(value, "__module__", None) or ""
         if package.startswith("torch.autograd"):
             return "computes gradients itself"

@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Shape:
-        """That of a tensor."""
+        """The shape, strides and dtype of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
@@ -61,7 +61,7 @@ class Operation(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, value: torch.Tensor) -> torch.Tensor:
-        """What it makes of a value."""
+        """Apply the operator to a value; returns its result, which may be a view."""
         namespace, name = self.name.split("::")
         operator = getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
 

@@ -117,7 +117,7 @@ class Span:
         return Graphs(self.module, self._used, self.recorded_on)
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass, for what runs the span as graphs."""
         if self._graphs is not None:
             self._graphs.begin()
 

@@ -106,7 +106,7 @@ class Stage:
         before: Before,
         share: Sequence[int],
     ) -> None:
-        """A pass begins.
+        """Begin a pass.
 
         Args:
             microbatches: all of its.
@@ -121,7 +121,7 @@ class Stage:
         self.norms.begin()
 
     def end(self) -> None:
-        """It has ended well."""
+        """End a pass that has ended well: fold what BatchNorms have seen into their statistics."""
         self.norms.fold()
 
     def await_values(self, microbatch: int) -> None:

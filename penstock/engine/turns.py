@@ -60,7 +60,7 @@ class LocalTurns:
         self.reset(first)
 
     def reset(self, first: int = 0) -> None:
-        """Start anew. Nobody may be waiting."""
+        """Begin with the number `first` again; nobody may be waiting."""
         self._next = first
         self._done: set[int] = set()
         self._aborted = False

@@ -252,7 +252,7 @@ class Sent(NamedTuple):
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Those that it has itself."""
+    """The module's own parameters, buffers and tensor attributes, without those of its children."""
     own = vars(module)
     for registry in (own["_parameters"], own["_buffers"], own):
         yield from (value for value in registry.values() if isinstance(value, torch.Tensor))

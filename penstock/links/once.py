@@ -34,11 +34,11 @@ class _Once:
         self._there: dict[str, Any] = {}  # what has gone or come
 
     def add(self, crossing: Crossing) -> None:
-        """Know one more way."""
+        """Add a way; `crossing` has the weights that cross here in it, by their names."""
         self._crossing.append(crossing)
 
     def begin(self, ways: Sequence[int], since: int) -> None:
-        """A pass begins.
+        """Begin a pass.
 
         Args:
             ways: that its micro-batches take.

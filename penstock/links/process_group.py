@@ -10,7 +10,8 @@ smaller is padded; of a larger one the rest follows as a second message.
 Beside the process group there is a socket, on which a signal of a few bytes goes with every
 message. That is what the receiver waits for, together with the sockets on which a failure is
 reported: a receive of gloo can neither be polled nor given up. How values are laid out goes with
-the signal, once for each layout, and the receiver acknowledges what it has, so that the sender lets go of it.
+the signal, once for each layout, and the receiver acknowledges what it has, so that the sender
+lets go of it.
 """
 
 from __future__ import annotations

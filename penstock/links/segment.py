@@ -105,7 +105,7 @@ class Segment:
         return memory
 
     def free(self) -> None:
-        """Mark the content as free."""
+        """Mark the content as free, for whoever owns the segment to lend it again."""
         self._whole[0] = 0
 
     def disown(self) -> None:

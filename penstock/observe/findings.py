@@ -118,7 +118,7 @@ class Findings:
 
     @property
     def plan(self) -> Plan:
-        """By which it ran."""
+        """The plan by which the run's latest part ran."""
         return self.history.about.plan
 
     @property
@@ -260,7 +260,7 @@ class Findings:
 
     @cached_property
     def mean_parts(self) -> dict[str, float]:
-        """The same, the mean of all workers."""
+        """The seconds of every part of a step, as the mean over all workers."""
         return _mean(self.parts, self._names) if self.parts else {}
 
     @property

@@ -104,7 +104,7 @@ class Recorded(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """The number of the recorded step, from 1."""
         return self.records[0].step
 
     def timelines(self) -> dict[str, Timeline]:

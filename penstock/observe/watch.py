@@ -106,7 +106,7 @@ class Watch:
         self.stacks = stacks_of([run for job in self.jobs for run in job])
 
     def name(self, job: Sequence[RunView]) -> str:
-        """What no other pipeline is called."""
+        """A name that no other pipeline has: the path of its first board, or its address."""
         return str(job[0].path)
 
     def statuses(self) -> list[Status]:

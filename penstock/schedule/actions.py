@@ -106,7 +106,7 @@ class Phase(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The seconds between start and end."""
         return self.end - self.start
 
 

@@ -48,7 +48,7 @@ class Refusal(Exception):  # noqa: N818 - most of them are the client's
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the response."""
+        """The HTTP headers of the response: `Retry-After`, in seconds, if that is known."""
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 

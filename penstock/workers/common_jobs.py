@@ -89,7 +89,7 @@ class FetchStates:
     numbers: Sequence[int]
 
     def __call__(self, own: ProcessState) -> dict[int, torch.Tensor]:
-        """Those that are here."""
+        """Return those of the values that this worker has; other workers have the rest."""
         return own.fetch_states(self.numbers)
 
 
@@ -104,7 +104,7 @@ class DropStates:
     numbers: Sequence[int]
 
     def __call__(self, own: ProcessState) -> None:
-        """Drop those that are here."""
+        """Drop those that this worker has, see `WorkerState.drop_states`."""
         own.drop_states(self.numbers)
 
 
@@ -115,7 +115,7 @@ class FetchState:
     number: int
 
     def __call__(self, own: ProcessState) -> dict[Any, Any]:
-        """Give it, and under other keys what is no parameter's."""
+        """Return the state; what belongs to no parameter is under other keys than numbers."""
         return own.remembered(self.number)
 
 

@@ -221,7 +221,7 @@ class Following:
 
 
 def _merged(older: _News, newer: _News) -> _News:
-    """Both; what is newer counts."""
+    """News of both, by module and attribute; where both have one, the newer value."""
     return {n: {**older.get(n, {}), **newer.get(n, {})} for n in {**older, **newer}}
 
 

@@ -29,7 +29,7 @@ from penstock.workers.ways import modules_of
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """The default of `SideEffects.bring`: forwards have left nothing."""
 
 
 @dataclass(frozen=True)

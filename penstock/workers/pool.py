@@ -282,11 +282,11 @@ class Pool(ABC):
                 self._reset()
 
     def fail(self, why: str) -> None:
-        """They cannot go on as they are."""
+        """Close the pool, as its workers cannot go on; `why` is what later calls will say."""
         self.close(why)
 
     def _part(self, why: str) -> None:
-        """Nobody knows what each of them has done."""
+        """Close the pool, as nobody knows which workers have done the last job."""
         self.close(why)
 
     def _broken(self) -> str | None:

@@ -197,7 +197,7 @@ class Finder:
         return hooks[key.name][1] if key.name < len(hooks) else MISSING
 
     def put(self, key: StateKey, value: object) -> None:
-        """Have something else there."""
+        """Set what the driver has at a place; `MISSING` removes an attribute."""
         if key.registry:
             registry = self._registry(key)
             registry[list(registry)[key.name]] = value
@@ -280,7 +280,7 @@ def changes(
 
 
 def make_all(made: Iterable[Change]) -> None:
-    """Let the driver have all of this."""
+    """Make all changes, in order."""
     for change in made:
         change.make()
 

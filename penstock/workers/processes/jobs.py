@@ -75,7 +75,7 @@ class Import:
     names: Sequence[str]
 
     def __call__(self, own: WorkerState) -> None:
-        """Import them."""
+        """Import what can be imported; errors come when a module is needed."""
         for name in self.names:
             with suppress(Exception), loading():
                 import_module(name)
@@ -319,7 +319,7 @@ class RunLike:
         return RunLike, tuple(vars(self).values())
 
     def __call__(self, own: WorkerState) -> Outcome:
-        """What has come of it."""
+        """Run the pass, and return what has come of it."""
         microbatch = MicroBatch(self.sizes, Key(*self.key), self.way, States(*self.states))
         values = () if self.values is None else (self.values,)
         order = own.kinds[self.kind].changed(

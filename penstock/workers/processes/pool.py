@@ -110,7 +110,7 @@ class _Process:
             self.popen.send_signal(signal.SIGUSR1)
 
     def written(self) -> str:
-        """What it has written about itself."""
+        """The stacks that its `faulthandler` has written, as text."""
         with contextlib.suppress(ValueError):  # as above
             self.dump.seek(0)
             return self.dump.read().decode(errors="replace").rstrip()

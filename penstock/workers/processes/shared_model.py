@@ -123,7 +123,7 @@ class _Versions:
     known: list[int] = field(default_factory=list)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """One more, which they know as it is."""
+        """Watch one more tensor; its present version counts as sent and known."""
         self.tensors.append(tensor)
         self.sent.append(_version(tensor))
         self.known.append(self.sent[-1])
@@ -170,11 +170,11 @@ class _Part:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those of the workers, by number."""
+        """The tensors that the workers at this place have, in the order of their numbers."""
         return self.versions.tensors
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of all parameters, in the slot."""
+        """One for every parameter in the slot's memory, in the order of `parameters`."""
         if not self._gradients and self.memory is not None:
             self._gradients = [place.alone(self.memory) for place in self.places[:-1]]
         return self._gradients

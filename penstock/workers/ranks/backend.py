@@ -60,7 +60,7 @@ class RankBackend(Backend):
         return self._launch.ranks.operation(what)
 
     def broadcast_plan(self, program: Program, plan: Plan | None) -> Plan:
-        """The plan of rank 0."""
+        """The plan of rank 0, once all ranks have shown that they have the same program."""
         found = self._launch.ranks.end((program.fingerprint, len(program), plan))
         for rank, (fingerprint, calls, _) in enumerate(found):
             if (fingerprint, calls) != found[0][:2]:

@@ -187,7 +187,7 @@ class RankWorkers(Workers):
         return [*held.parameters[self._place], *held.buffers[self._place]]
 
     def _own_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank's stages."""
+        """The parameters of this rank's stages, each once."""
         return self.ownership.parameters[self._place]
 
     # -- links ----------------------------------------------------------------------------

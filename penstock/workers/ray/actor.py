@@ -79,7 +79,7 @@ class ActorState(ProcessState):
         self.rank.drop_states(numbers)
 
     def begin(self, rank: ActorRank) -> None:
-        """From now on it is this rank."""
+        """Have this rank, with its stages, from now on."""
         self._rank = rank
 
     def empty(self, worker: int) -> None:

@@ -96,7 +96,7 @@ class Cluster:
             Cluster._joined[self] = None
 
     def leave(self) -> None:
-        """It is not needed any more."""
+        """Leave the cluster; who is last disconnects this process, if Penstock has connected it."""
         with self._lock:
             if Cluster._joined.pop(self, 0) is None and not Cluster._joined and Cluster._is_ours:
                 Cluster._is_ours = Cluster._is_new = False

@@ -140,7 +140,7 @@ class Join:
     machine: str
 
     def __call__(self, own: ActorState) -> None:
-        """Do as all others do at the same time."""
+        """Run on all workers at the same time."""
         if own.listener is None:
             raise RuntimeError("the worker does not listen")
         master = [self.addresses[0].host, self.entries[0].host]
@@ -189,7 +189,7 @@ class TensorChanges:
 
     @torch.no_grad()
     def apply(self, own: ActorState) -> None:
-        """Let the worker's tensors have it."""
+        """Apply it to the worker's tensors: first `requires_grad`, then values, then gradients."""
         for number, wanted in self.requires_grad.items():
             own.tensors[number].requires_grad_(wanted)
         for number, value in self.values.items():
@@ -375,7 +375,7 @@ class DropPasses:
     """Give up the passes that are under way, and undo them."""
 
     def __call__(self, own: ActorState) -> None:
-        """Do as all others do at the same time."""
+        """Run on all workers at the same time."""
         own.tickets.clear()
         with own.rank.operation("giving up"):
             own.rank.give_up(Aborted())
@@ -456,7 +456,7 @@ class Clip:
     news: TensorChanges
 
     def __call__(self, own: ActorState) -> torch.Tensor:
-        """Give the norm that all had."""
+        """Return the norm of all gradients before clipping, the same on every worker."""
         own.rank.in_thread(partial(self.news.apply, own))
         return own.rank.clip([own.tensors[number] for number in self.parameters], self.clipping)
 
@@ -477,7 +477,7 @@ class ClipValue:
     news: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
-        """Do it with those that are here."""
+        """Clamp the gradients of the worker's own parameters, in place."""
         own.rank.in_thread(partial(self.news.apply, own))
         here = [own.tensors[number] for number in self.parameters]
         nn.utils.clip_grad_value_(here, self.clip_value, self.foreach)
@@ -528,7 +528,7 @@ class Fetch:
     news: TensorChanges
 
     def __call__(self, own: ActorState) -> tuple[dict[int, torch.Tensor], dict[int, Any]]:
-        """Give both, by number."""
+        """Return values and gradients (or `None`), by number, after the passes under way."""
         own.rank.in_thread(partial(self.news.apply, own))
         replaced = own.replaced()
         values = {n: replaced.get(n, own.tensors[n]).detach() for n in self.tensors}
@@ -543,7 +543,7 @@ class Update:
     news: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
-        """Do that, after the passes that are under way."""
+        """Apply the news in the rank's thread, so after all passes that were started before."""
         own.rank.in_thread(partial(self.news.apply, own))
 
 
@@ -560,7 +560,7 @@ class Copied:
     copy: Copy
 
     def __call__(self, own: ActorState) -> Any:
-        """Give what the job gives."""
+        """Return the job's result once the buddy has the copy."""
         found = self.job(own)
         own.rank.in_thread(partial(own.copies.make, own, self.copy, OF_OTHERS))
         own.copies.send(self.copy, own.is_given_up)

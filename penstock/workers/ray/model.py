@@ -235,12 +235,12 @@ class DriverModel:
                 parameter.grad = None
 
     def has_changed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Workers have changed these."""
+        """Note that workers have changed these tensors: their values here are old until fetched."""
         self.stale.update(self.numbers(tensors))
 
     @torch.no_grad()
     def have(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Have these values, by number."""
+        """Copy values that workers have into the script's tensors, by number."""
         for number, value in values.items():
             self.tensors[number].copy_(value)
             self._versions[number] = _state(self.tensors[number])
@@ -345,7 +345,7 @@ class _Draft:
         return bool(self.values or self.gradients or self.zeroed or self.requires_grad)
 
     def drop(self, number: int) -> None:
-        """The script has dropped a gradient."""
+        """Note that the script has dropped a gradient."""
         self.give(number, None)
 
     def give(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -354,7 +354,7 @@ class _Draft:
         self.zeroed.discard(number)
 
     def update(self, newer: _Draft) -> None:
-        """Have what is newer as well."""
+        """Add what came later, which counts where both have something."""
         self.values |= newer.values
         for number, gradient in newer.gradients.items():
             self.give(number, gradient)
@@ -362,7 +362,7 @@ class _Draft:
         self.requires_grad |= newer.requires_grad
 
     def news(self) -> TensorChanges:
-        """As it is sent."""
+        """All of it as one message; what is changed here afterwards is not in that."""
         return TensorChanges(
             dict(self.values), dict(self.gradients), sorted(self.zeroed), dict(self.requires_grad)
         )

@@ -29,7 +29,7 @@ class Pickled(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all that."""
+        """The size of what travels, without the layout: it is small."""
         return len(self.data) + self.content.nbytes
 
 
