@@ -46,7 +46,7 @@ from penstock.steps import answers, note_optimizers
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.scaling import PipelineScaler
 from penstock.units import show_seconds
-from penstock.workers.backend import Backend, Workers
+from penstock.workers.backend import Backend, Survivors, Workers
 from penstock.workers.described import description_of, listen
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.members import Membership
@@ -416,7 +416,7 @@ class Running:
             raise InputError(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error
 
     @contextmanager
-    def _ending(self, survivors: Any) -> Iterator[None]:
+    def _ending(self, survivors: Survivors) -> Iterator[None]:
         """While open, an error ends those that are left; it says how to go on."""
         try:
             yield
@@ -426,7 +426,9 @@ class Running:
                 raise type(error)(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error
             raise
 
-    def _try_to_use(self, chosen: WorkerOptions, plan: Plan, survivors: Any, what: str) -> None:
+    def _try_to_use(
+        self, chosen: WorkerOptions, plan: Plan, survivors: Survivors, what: str
+    ) -> None:
         """Go on with those that are left, and with new ones if that fails.
 
         Args:

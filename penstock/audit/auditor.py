@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -444,7 +444,7 @@ class _Subject:
         return fresh
 
 
-def _situation(order: Order) -> Any:
+def _situation(order: Order) -> Hashable:
     """What a pass has in common with others that do the same."""
     ways = frozenset(m.way for m in order.microbatches)
     return order.training, order.modes, ways

@@ -23,7 +23,7 @@ micro-batches in an order that is fixed, and no random numbers that are seeded b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,7 +91,7 @@ class _Slot:
     calls: list[int] = field(default_factory=list)
     anchor: torch.Tensor | None = None
     caught: list[torch.Tensor | None] = field(default_factory=list)
-    backwards: dict[Any, _Backward] = field(default_factory=dict)
+    backwards: dict[Hashable, _Backward] = field(default_factory=dict)
 
 
 class _Backward(NamedTuple):
@@ -127,7 +127,7 @@ class _State:
     """
 
     addresses: Sequence[int]
-    known: dict[Any, _Known] = field(default_factory=dict)
+    known: dict[Hashable, _Known] = field(default_factory=dict)
 
 
 class _Lease:
@@ -165,7 +165,7 @@ class Graphs:
         self._tensors = [*self._parameters, *dict.fromkeys(module.buffers())]
         self._draws = sum(node.target is draw for node in module.graph.nodes)
         self._recorder: Recorder | None = None
-        self._states: dict[Any, _State] = {}
+        self._states: dict[Hashable, _State] = {}
         self._now = _State(())
         self._is_hooked = False
 
@@ -192,7 +192,7 @@ class Graphs:
             kind.current_stream(self._device).record_event().synchronize()
         del self._states[next(iter(self._states))]
 
-    def signature(self, sizes: Sizes, key: Key | None, values: Values, modes: Ambient) -> Any:
+    def signature(self, sizes: Sizes, key: Key | None, values: Values, modes: Ambient) -> Hashable:
         """Equal for micro-batches of which the same is recorded; `None` if nothing is.
 
         Args:

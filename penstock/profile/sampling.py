@@ -6,7 +6,7 @@ that are alike, those of equal layers above all, are measured once.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ class Sampler:
         moved, is_first = self._moved(leaves), True
         with torch.set_grad_enabled(not self.inference):
             while True:
-                known: dict[Any, _Sample] = {}
+                known: dict[Hashable, _Sample] = {}
                 for number, call in enumerate(self.program.train.calls):
                     kind = self._kind(call)
                     if kind not in known:
@@ -96,7 +96,7 @@ class Sampler:
     def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
         """The bytes that every call is the first to hold for its backward."""
         moved, trace = self._moved(leaves), self.program.train
-        known: dict[Any, _Holding] = {}
+        known: dict[Hashable, _Holding] = {}
         memory = self._memory(sizes)
         found = []
         for number, call in enumerate(trace.calls):
@@ -123,7 +123,7 @@ class Sampler:
     def _moved(self, leaves: Sequence[Any]) -> list[Any]:
         return [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in leaves]
 
-    def _kind(self, call: Call) -> Any:
+    def _kind(self, call: Call) -> Hashable:
         """A key that is equal for calls of the same kind and sizes, which take equally long."""
         leaves, structure = flatten((call.args, call.kwargs))
         described = tuple(self._describe(leaf) for leaf in leaves)

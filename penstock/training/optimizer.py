@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -17,8 +17,18 @@ from penstock.workers.optimizer_parts import Groups, Parts, move_state
 Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
 
 
-def once(work: Callable[[], Any], updates: bool = False) -> Any:
-    """Do some work, and nothing if workers die."""
+T = TypeVar("T")
+
+
+class Surviving(Protocol):
+    """Does some work of the workers, and does it again if others had to take over."""
+
+    def __call__(self, work: Callable[[], T], updates: bool = False) -> T:
+        """What the work returns; `updates` says whether it updates parameters."""
+
+
+def once(work: Callable[[], T], updates: bool = False) -> T:
+    """Do some work once, whatever happens to workers."""
     return work()
 
 
@@ -41,8 +51,7 @@ class PipelineOptimizer(Optimizer):
         divide: makes the workers' parts of an optimizer from its class, groups and options.
         master_weights: whether to update half-precision parameters with float32 copies, see
             `penstock.training.masters`.
-        surviving: does some work, which `updates` parameters or not, and again if other workers had
-            to take over; once by default.
+        surviving: does some work, and again if other workers had to take over.
         options: arguments of `kind`.
 
     Raises:
@@ -55,7 +64,7 @@ class PipelineOptimizer(Optimizer):
         params: Iterable[Any],
         divide: Divide,
         master_weights: bool = False,
-        surviving: Callable[..., Any] = once,
+        surviving: Surviving = once,
         **options: Any,
     ) -> None:
         if issubclass(kind, torch.optim.LBFGS):

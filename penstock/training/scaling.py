@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
-from penstock.training.optimizer import once
+from penstock.training.optimizer import Surviving, once
 from penstock.workers.backend import Workers
 
 Found = dict[torch.device, torch.Tensor]
@@ -27,8 +26,7 @@ class PipelineScaler(torch.amp.GradScaler):
     Args:
         device: of the pipeline's last stage; the scale is there.
         workers: of the pipeline; another plan has others.
-        surviving: does some work of theirs, and again if other workers had to take over; once by
-            default.
+        surviving: does some work of theirs, and again if other workers had to take over.
         **options: those of `torch.amp.GradScaler`, `init_scale` and so on.
 
     Raises:
@@ -39,7 +37,7 @@ class PipelineScaler(torch.amp.GradScaler):
         self,
         device: torch.device,
         workers: Workers,
-        surviving: Callable[[Callable[[], Any]], Any] = once,
+        surviving: Surviving = once,
         **options: Any,
     ) -> None:
         self._surviving = surviving

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -268,6 +268,26 @@ def order_of(names: Sequence[str], plan: Plan) -> list[int]:
     return order
 
 
+class Survivors(Protocol):
+    """Workers that wait to go on among others, where some have ended; see `Workers.survivors`."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def close(self) -> None:
+        """End those that nobody has taken over."""
+
+
+class _Nobody:
+    """No survivors."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        return
+
+
 class Workers(ABC):
     """The workers of a pipeline, with their stages and the links between them.
 
@@ -451,13 +471,14 @@ class Workers(ABC):
         """Whether some were asked to end, and others are to take over between two passes."""
         return False
 
-    def survivors(self) -> Any:
+    def survivors(self) -> Survivors:
         """Those of them that can go on among others, as some have died or leave; these end.
 
         Returns:
             what `WorkerOptions.backend` takes.
         """
         self.close()
+        return _Nobody()
 
     def bring(self) -> None:
         """Have in this process all that only the workers have, before others come.

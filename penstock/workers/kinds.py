@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 from penstock.devices.allocator import Allocator, keep_freed_memory
 from penstock.devices.choice import Devices
 from penstock.errors import InputError
-from penstock.workers.backend import Backend, DrivenBackend, Kind
+from penstock.workers.backend import Backend, DrivenBackend, Kind, Survivors
 from penstock.workers.processes.backend import ProcessBackend
-from penstock.workers.processes.pool import Survivors
+from penstock.workers.processes.pool import ProcessSurvivors
 from penstock.workers.ranks.backend import RankBackend
 from penstock.workers.ranks.rendezvous import check_is_alone, is_ray_train, is_torchrun
 from penstock.workers.ray.backend import RayBackend
@@ -91,7 +91,7 @@ class WorkerOptions:
         return self.on_failure != "raise"
 
     def backend(
-        self, allocator_kept: bool, survivors: Survivors | ActorSurvivors | None = None
+        self, allocator_kept: bool, survivors: Survivors | None = None
     ) -> Backend:
         """Workers of this kind, without a plan.
 
@@ -124,7 +124,7 @@ class WorkerOptions:
                 allocator_kept=allocator_kept,
                 survives=self.survives,
                 spares=int(self.on_failure == "replace"),
-                survivors=survivors if isinstance(survivors, Survivors) else None,
+                survivors=survivors if isinstance(survivors, ProcessSurvivors) else None,
             )
         self._check_raises("threads, which end with this process")
         return ThreadBackend(self.devices, self.least, self.threads)

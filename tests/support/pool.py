@@ -30,7 +30,7 @@ import torch
 
 from penstock.errors import BY_USER
 from penstock.workers.processes import backend
-from penstock.workers.processes.pool import ProcessPool, Survivors
+from penstock.workers.processes.pool import ProcessPool, ProcessSurvivors
 from penstock.workers.processes.worker_state import WorkerState
 
 _LOANS = 40  # of the same workers
@@ -132,7 +132,7 @@ POOL: list[Pooled] = []
 def lend(
     count: int,
     reset: Callable[[], None],
-    survivors: Survivors | None = None,
+    survivors: ProcessSurvivors | None = None,
     keeps_survivors: bool = False,
     spares: int = 0,
     **leave: float,

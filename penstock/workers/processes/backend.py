@@ -22,7 +22,7 @@ from penstock.workers.pool import Job
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
 from penstock.workers.common_jobs import Modes
 from penstock.workers.processes.jobs import Enter
-from penstock.workers.processes.pool import ProcessPool, Survivors
+from penstock.workers.processes.pool import ProcessPool, ProcessSurvivors
 from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
 
@@ -56,7 +56,7 @@ class ProcessBackend(DrivenBackend):
         allocator_kept: bool,
         survives: bool = False,
         spares: int = 0,
-        survivors: Survivors | None = None,
+        survivors: ProcessSurvivors | None = None,
     ) -> None:
         super().__init__(devices, least, threads)
         others = [str(device) for device in self.devices if device.type != "cpu"]
@@ -73,7 +73,7 @@ class ProcessBackend(DrivenBackend):
         self._pool = self._pool_of(most if self._are_given else min(2, most), survivors)
         self.probe = ProcessProbe(self._pool)
 
-    def _pool_of(self, count: int, survivors: Survivors | None = None) -> ProcessPool:
+    def _pool_of(self, count: int, survivors: ProcessSurvivors | None = None) -> ProcessPool:
         is_on_cpus = all(device.type == "cpu" for device in self.devices)
         leave = {} if is_on_cpus else {"leave": _LEAVE_DEVICES}
         return ProcessPool(count, lambda: None, survivors, self._survives, self._spares, **leave)

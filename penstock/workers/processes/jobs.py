@@ -25,6 +25,7 @@ from penstock.engine.span import MicroBatch
 from penstock.engine.stage import Before
 from penstock.links.local import LocalLink
 from penstock.links.pickling import Packed, unpack
+from penstock.links.shared_memory import Sink, Source
 from penstock.links.weights import Weights
 from penstock.plan import Plan
 from penstock.workers.assembly import Assembly, own_casts
@@ -119,7 +120,7 @@ class Build:
         own.empty()
         own.work_on(self.member.device)
         own.place = self.member.place
-        links: dict[int, Any] = {}
+        links: dict[int, Sink | Source | LocalLink] = {}
         for k, (kind, grant) in self.ends.items():
             if kind == "local":
                 links[k] = LocalLink(own.device, own.device)

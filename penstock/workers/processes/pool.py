@@ -142,7 +142,7 @@ class _Process:
 
 
 @dataclass
-class Survivors:
+class ProcessSurvivors:
     """Processes of a pool that go on in another one, where others have ended.
 
     Attributes:
@@ -200,7 +200,7 @@ class ProcessPool(Pool):
         self,
         count: int,
         reset: Callable[[], None],
-        survivors: Survivors | None = None,
+        survivors: ProcessSurvivors | None = None,
         keeps_survivors: bool = False,
         spares: int = 0,
         leave: float = _LEAVE,
@@ -245,7 +245,7 @@ class ProcessPool(Pool):
                 give = pickle.dumps(Give(self._dispatches, data, loan.lent))
                 process.wire.send(give, loan.fd, _READ)
 
-    def survivors(self) -> Survivors:
+    def survivors(self) -> ProcessSurvivors:
         """Take the processes that can go on in another pool; the others are ended, and this one is.
 
         One that does not wait for a job, or that was interrupted in the midst of a message, cannot.
@@ -260,7 +260,7 @@ class ProcessPool(Pool):
             left = [p for p in (*every, *self._spares) if p not in (*going_on, *leaving)]
             _dismiss(left, 0.0)
             _dismiss(leaving, _LEAVE)
-        return Survivors(going_on, self._dispatches, self._grants)
+        return ProcessSurvivors(going_on, self._dispatches, self._grants)
 
     def _is_able(self, worker: int) -> bool:
         process, idle = self._processes[worker], self.activity(worker).is_idle

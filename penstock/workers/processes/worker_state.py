@@ -48,7 +48,7 @@ class Slot(NamedTuple):
     """
 
     gradients: Sequence[torch.Tensor]
-    present: Any
+    present: bytearray | memoryview
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Slot:
@@ -56,7 +56,7 @@ class Slot(NamedTuple):
         return cls(tensors[:-1], tensors[-1].numpy().data)
 
 
-NO_SLOT = Slot((), b"")
+NO_SLOT = Slot((), bytearray())
 
 
 class WorkerState(ProcessState):
@@ -115,7 +115,7 @@ class WorkerState(ProcessState):
         self.kinds: dict[int, Order] = {}
         self.weights: dict[int, Weights] = {}
         self.seen: dict[int, torch.Tensor] = {}
-        self.links: dict[int, Any] = {}
+        self.links: dict[int, Sink | Source | LocalLink] = {}
         self.slots: dict[int, Slot] = {}
         self.options: dict[int, Mapping[str, Any]] = {}
         self.chunks: dict[int, Any] = {}

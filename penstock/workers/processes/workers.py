@@ -60,7 +60,7 @@ from penstock.workers.processes.jobs import (
     RunPass,
 )
 from penstock.workers.processes.parts import Access, OutlivingParts, RemoteParts
-from penstock.workers.processes.pool import ProcessPool, Survivors
+from penstock.workers.processes.pool import ProcessPool, ProcessSurvivors
 from penstock.workers.processes.shared_model import Memory, SharedModel
 from penstock.workers.processes.turns import INTEGER
 from penstock.workers.processes.worker_model import WorkerModel
@@ -411,7 +411,7 @@ class ProcessWorkers(DrivenWorkers):
         """Whether some were asked to end, and others can take over."""
         return self._pool.keeps_survivors and bool(self._pool.leaving)
 
-    def survivors(self) -> Survivors:
+    def survivors(self) -> ProcessSurvivors:
         """The processes that can go on in another pool."""
         survivors = self._pool.survivors()
         survivors.memories = self._shared.memories

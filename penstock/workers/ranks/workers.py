@@ -77,7 +77,7 @@ from penstock.workers.ways import NewWay
 T = TypeVar("T")
 
 
-class _Ticket(NamedTuple):
+class RankTicket(NamedTuple):
     """A pass that was started: its order, the operation it began in, the thread's dispatch."""
 
     order: Order
@@ -146,7 +146,7 @@ class RankWorkers(Workers):
         self._groups: LinkGroups | None = None
         self._wires: list[Wire] = []
         self._writer: Thread | None = None
-        self._ends: dict[int, Any] = {}
+        self._ends: dict[int, Sink | Source | LocalLink] = {}
         self._deferred = False
         self._passes: Counter[PassKind] = Counter()
         self._several: dict[bool, list[nn.Parameter]] = {}
@@ -313,7 +313,7 @@ class RankWorkers(Workers):
             found = self._ranks.end(value)
         return [found[rank] for rank in self._order]
 
-    def start(self, order: Order) -> _Ticket:
+    def start(self, order: Order) -> RankTicket:
         """Have this rank's thread run its part of a pass."""
         if order.training or order.what in ("train", "backward"):
             self._copy.trained()
@@ -321,9 +321,9 @@ class RankWorkers(Workers):
         self._passes[order.what] += 1
         is_checked = is_power_of_two(self._passes[order.what])
         run = partial(self._run, order, number, self._ranks.timeout, is_checked)
-        return _Ticket(order, number, self._thread.start([run]))
+        return RankTicket(order, number, self._thread.start([run]))
 
-    def finish(self, ticket: _Ticket) -> Outcome:
+    def finish(self, ticket: RankTicket) -> Outcome:
         """Wait for this rank's part of a pass, and hear what has come of all."""
         try:
             with self.operation(ticket.order.name):

@@ -7,22 +7,28 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.board.memory import Reading
+from penstock.engine.orders import Order
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.handshake import Listener
 from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.links.wire import SPIN
 from penstock.workers.process_state import ProcessState, loading
-from penstock.workers.ray.copies import ActorCopies
+from penstock.workers.ranks.workers import RankTicket
+from penstock.workers.ray.copies import ActorCopies, Copy
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.rank import ActorRank
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 _FRAMES = 4  # of the stack of a worker that is late
 
@@ -40,7 +46,7 @@ class ActorState(ProcessState):
         listener: where other workers connect to this one, until all have.
         store: that the process group is made with, if this worker has it.
         model: has all modules, by their names.
-        tickets: of passes under way, by the numbers of their starts.
+        tickets: of passes under way, in the order in which they were started.
         copies: of what it has, and of what others have.
         doing: the number of the job that it does.
         given_up: the number of the last job that was given up.
@@ -50,10 +56,10 @@ class ActorState(ProcessState):
         self.worker = worker
         self.patience = SPIN
         self.listener: Listener | None = None
-        self.store: Any = None
+        self.store: TCPStore | None = None
         self.model = nn.Module()
         self._have_nothing()
-        self.tickets: deque[Any] = deque()
+        self.tickets: deque[tuple[Order, RankTicket, Copy | None]] = deque()
         self.copies = ActorCopies()
         self.doing, self.given_up = -1, -2
         self._rank: ActorRank | None = None
@@ -212,7 +218,7 @@ class Actor:
                 self._state.interrupt()
 
     def have_buddy(
-        self, membership: int, worker: int, buddy: Any, number: int, has_twins: bool
+        self, membership: int, worker: int, buddy: ActorHandle, number: int, has_twins: bool
     ) -> None:
         """Send another actor copies from now on, see `ActorCopies`."""
         self._state.copies.have_buddy(membership, worker, buddy, number, has_twins)

@@ -9,11 +9,15 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from penstock.devices.cores import cores
 from penstock.errors import InputError, PenstockError
 from penstock.workers.ray.options import Ray
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
 
 _PAUSE = 0.2  # seconds between two looks
 _LITTLE = 0.001  # of a CPU
@@ -152,7 +156,7 @@ class Cluster:
         need = self.needed(cpus)
         return sum(node.room(need) for node in self.nodes() if not node.leaves)
 
-    def reserve(self, workers: int, cpus: float) -> Any:
+    def reserve(self, workers: int, cpus: float) -> PlacementGroup:
         """Reserve what so many workers need: a placement group.
 
         Raises:
@@ -178,7 +182,7 @@ class Cluster:
             ) from None
         return group
 
-    def placed(self, group: Any) -> dict[int, str]:
+    def placed(self, group: PlacementGroup) -> dict[int, str]:
         """The bundles of a placement group that are on nodes which are there and stay; which."""
         from ray.util import placement_group_table
 
@@ -187,7 +191,7 @@ class Cluster:
         found: dict[int, str] = table["bundles_to_node_id"]
         return {bundle: node for bundle, node in found.items() if node in staying}
 
-    def free_bundles(self, group: Any, taken: Sequence[int], count: int) -> list[int]:
+    def free_bundles(self, group: PlacementGroup, taken: Sequence[int], count: int) -> list[int]:
         """So many bundles of a placement group for actors that take the place of others.
 
         Where a node has gone, Ray looks for another one that has room for its bundles.
@@ -221,7 +225,9 @@ class Cluster:
             for node in self.nodes()
         )
 
-    def start(self, group: Any, bundles: Sequence[int], cpus: float, kind: type) -> list[Any]:
+    def start(
+        self, group: PlacementGroup, bundles: Sequence[int], cpus: float, kind: type
+    ) -> list[ActorHandle]:
         """Start actors of this class on bundles that were reserved; they are given the numbers."""
         package = ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -306,7 +312,7 @@ def _said(need: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in need.items())
 
 
-def kill(actors: Sequence[Any], reserved: Sequence[Any]) -> None:
+def kill(actors: Sequence[ActorHandle], reserved: Sequence[PlacementGroup]) -> None:
     """End actors at once, and let go of the placement groups that were reserved for them."""
     package = ray()
     if not package.is_initialized():

@@ -527,7 +527,7 @@ class Fetch:
     gradients: Sequence[int]
     news: TensorChanges
 
-    def __call__(self, own: ActorState) -> tuple[dict[int, torch.Tensor], dict[int, Any]]:
+    def __call__(self, own: ActorState) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor | None]]:
         """Return values and gradients (or `None`), by number, after the passes under way."""
         own.rank.in_thread(partial(self.news.apply, own))
         replaced = own.replaced()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.board.activity import Activity
 from penstock.board.memory import Board, Reading
@@ -23,6 +23,11 @@ from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.copies import Entries
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.watch import Watch
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
 
 _GRACE = 15.0  # seconds that workers have to notice that a pass was given up
 _LEAVE = 5.0  # seconds that they have to leave each other by themselves
@@ -44,8 +49,8 @@ class _Sent(Dispatch):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.refs: dict[int, Any] = {}
-        self.pickled: dict[int, tuple[Job, Any]] = {}
+        self.refs: dict[int, ObjectRef] = {}
+        self.pickled: dict[int, tuple[Job, Pickled | ObjectRef]] = {}
         self.failed = 0.0
 
 
@@ -64,9 +69,9 @@ class ActorSurvivors:
         membership: the number of the members that they were among.
     """
 
-    actors: list[Any]
+    actors: list[ActorHandle]
     bundles: list[int]
-    group: Any
+    group: PlacementGroup
     cluster: Cluster
     cpus: float
     dispatches: int
@@ -128,11 +133,11 @@ class ActorPool(Pool):
         self.copies = self._membership = 0
         self._deaths: dict[int, WorkerDied] = {}
         self._stuck: set[int] = set()  # have not stopped at what was given up
-        self._actors: list[Any] = []
+        self._actors: list[ActorHandle] = []
         self._bundles = list(range(count))
         self._cluster, self._cpus = cluster, cpus
         self.board: Board = new_board(count)
-        self._reserved: list[Any] = []  # one placement group
+        self._reserved: list[PlacementGroup] = []  # one placement group
         self._pulses: dict[int, Pulse] = {}  # of those on this machine
         self._end = weakref.finalize(self, _end, self._actors, self._reserved, cluster)
         self.old = range(0)
@@ -346,7 +351,7 @@ class ActorPool(Pool):
         packed = self._pickled(worker, job, current)
         current.refs[worker] = self._actors[worker].do.remote(current.number, packed)
 
-    def _pickled(self, worker: int, job: Job, current: _Sent) -> Any:
+    def _pickled(self, worker: int, job: Job, current: _Sent) -> Pickled | ObjectRef:
         """The job, pickled once for all workers that have it."""
         if id(job) not in current.pickled:
             try:
@@ -385,7 +390,7 @@ class ActorPool(Pool):
         if not ready:
             raise Late
 
-    def _hear(self, worker: int, ref: Any, current: Dispatch) -> None:
+    def _hear(self, worker: int, ref: ObjectRef, current: Dispatch) -> None:
         """Take a report, or notice that there will be none."""
         errors = ray().exceptions
         lost = (errors.ObjectLostError,) if self.keeps_survivors else ()  # by another to be ended
@@ -512,7 +517,9 @@ def _is_of(error: BaseException, worker: int) -> bool:
     return getattr(error, "worker", None) == worker
 
 
-def _end(actors: Sequence[Any], reserved: Sequence[Any], cluster: Cluster) -> None:
+def _end(
+    actors: Sequence[ActorHandle], reserved: Sequence[PlacementGroup], cluster: Cluster
+) -> None:
     """End the actors, and leave the cluster."""
     kill(actors, reserved)
     cluster.leave()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from penstock.board.activity import UPDATING
-from penstock.board.memory import Board, Record, moved
+from penstock.board.memory import Board, Reading, Record, moved
 from penstock.board.runs import new_board
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import PenstockError
@@ -22,7 +22,7 @@ from penstock.plan import Plan
 from penstock.workers.assembly import Assembly
 from penstock.workers.pool import Dispatch
 from penstock.workers.ranks.rendezvous import Launch
-from penstock.workers.ranks.workers import RankWorkers
+from penstock.workers.ranks.workers import RankTicket, RankWorkers
 
 
 class GivenUp(PenstockError):  # noqa: N818 - never reaches a user
@@ -71,7 +71,7 @@ class ActorRank(RankWorkers):
         """Whether there are others that run the same stages."""
         return self._ring is not None
 
-    def start_within(self, around: AbstractContextManager[None], order: Order) -> Any:
+    def start_within(self, around: AbstractContextManager[None], order: Order) -> RankTicket:
         """As `start`; the rank's thread enters a context for this rank's part of the pass."""
         with self.operation("the start of a pass"):
             self._around.append(around)
@@ -149,6 +149,6 @@ class ActorRank(RankWorkers):
         """This rank's part, with times of rank 0's clock."""
         return replace(own, logs=moved(own.logs, ahead))
 
-    def reading(self) -> Any:
+    def reading(self) -> Reading:
         """What this rank is doing."""
         return self.board.readings()[self._me if len(self.board.records) > 1 else 0]

@@ -6,9 +6,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.workers.ray.cluster import Cluster
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 _EVERY = 1.0  # seconds from look to look
 
@@ -29,7 +32,7 @@ class Watch:
         cluster: Cluster,
         nodes: Sequence[str],
         cpus: float,
-        group: Any,
+        group: PlacementGroup,
         bundles: Sequence[int],
     ) -> None:
         self._seen: list[int] = []
@@ -64,7 +67,7 @@ def number_for(cluster: Cluster, nodes: Sequence[str], cpus: float, unused: int 
     return max(most, options.min)
 
 
-def _unused(cluster: Cluster, group: Any, bundles: Sequence[int]) -> int:
+def _unused(cluster: Cluster, group: PlacementGroup, bundles: Sequence[int]) -> int:
     """How many bundles of a placement group have no actor: those of workers that have ended."""
     return sum(bundle not in bundles for bundle in cluster.placed(group))
 

@@ -636,7 +636,7 @@ class RayWorkers(DrivenWorkers):
         tensors: Callable[[int], Sequence[int]],
         gradients: Callable[[int], Sequence[int]],
         timeout: float | None = None,
-    ) -> list[tuple[dict[int, torch.Tensor], dict[int, Any]]]:
+    ) -> list[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor | None]]]:
         """Values and gradients from the workers of the first replica, by number.
 
         Args:
