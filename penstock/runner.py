@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -253,10 +252,9 @@ class Runner:
         Raises:
             InputError: the workers cannot run it.
         """
-        make = partial(self._ways_of, plan, workers)
-        training = evaluation = make(True)
+        training = evaluation = self._ways_of(plan, workers, True)
         if not self._program.same_in_eval:
-            evaluation = make(False)
+            evaluation = self._ways_of(plan, workers, False)
         before = self.workers if self._ways else workers
         self._ways = {True: training, False: evaluation}
         self.plan, self.workers = plan, workers
@@ -565,7 +563,7 @@ class Runner:
             raise
         try:
             if order.what in ("forward", "infer") and self.recovery is not None:
-                started.before = self.surviving(partial(self._before, order))
+                started.before = self.surviving(lambda: self._before(order))
         except BaseException:
             self._user.leave()
             self.steps.leave(started.begun)
@@ -661,7 +659,7 @@ class Runner:
         for started in tuple(self._under_way):
             if started.end is None:
                 try:
-                    started.end = self.surviving(partial(self._finished, started))
+                    started.end = self._outcome_of(started)
                 except Exception as error:
                     started.end = error  # for who waits for this pass
                     if isinstance(error, WorkerDied) or not self.workers.all_alive():
@@ -745,7 +743,11 @@ class Runner:
             raise started.end
         if started.end is not None:
             return started.end
-        return self.surviving(partial(self._finished, started))
+        return self._outcome_of(started)
+
+    def _outcome_of(self, started: Started) -> Outcome:
+        """Wait for a pass, which is run again if others take over meanwhile."""
+        return self.surviving(lambda: self._finished(started))
 
     def _finished(self, started: Started) -> Outcome:
         self._submit()

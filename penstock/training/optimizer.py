@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -159,7 +158,7 @@ class PipelineOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an optimizer of this class, also of a plain one."""
-        self._surviving(partial(self._load, state_dict))
+        self._surviving(lambda: self._load(state_dict))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -29,14 +29,14 @@ class ThreadProbe:
     ) -> Sequence[float]:
         """The seconds there and back through a `LocalLink`, by round."""
         link = LocalLink(one, other)
-        jobs = (partial(ping, link, one, size, rounds), partial(pong, link, other, rounds))
+        jobs = (lambda: ping(link, one, size, rounds), lambda: pong(link, other, rounds))
         found: list[float] = _run((one, other), jobs, link.abort, link.reset)[0]
         return found
 
     def overhead(self, one: torch.device, other: torch.device) -> float:
         """The larger overhead of two threads that are linked."""
         link = LocalLink(one, other)
-        jobs = (partial(overhead_here, 0, link, one), partial(overhead_here, 1, link, other))
+        jobs = (lambda: overhead_here(0, link, one), lambda: overhead_here(1, link, other))
         return float(max(_run((one, other), jobs, link.abort, link.reset)))
 
     def adding(self, one: torch.device, other: torch.device) -> float:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -233,13 +232,19 @@ class RankWorkers(Workers):
             groups: of connections between machines.
         """
         self._wires.append(wire)
-        wait, left = partial(self._thread.wait_for, wire), self._thread.left
+        thread = self._thread
+
+        def wait() -> None:
+            thread.wait_for(wire)
+
+        def wait_for_room() -> None:
+            thread.wait_for_room(wire)
+
         if k in groups.peers:
-            end = GroupEnd(wire, groups.peers[k], self._thread, self._device, wait, left)
+            end = GroupEnd(wire, groups.peers[k], thread, self._device, wait, thread.left)
             self._group_ends.append(end)
             return end, end
-        room = partial(self._thread.wait_for_room, wire)
-        return Sender(wire, self._thread, room), Receiver(wire, self._thread, self._device, wait)
+        return Sender(wire, thread, wait_for_room), Receiver(wire, thread, self._device, wait)
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model.
@@ -319,9 +324,9 @@ class RankWorkers(Workers):
             self._copy.trained()
         number = self._ranks.number
         self._passes[order.what] += 1
-        is_checked = is_power_of_two(self._passes[order.what])
-        run = partial(self._run, order, number, self._ranks.timeout, is_checked)
-        return RankTicket(order, number, self._thread.start([run]))
+        is_checked, timeout = is_power_of_two(self._passes[order.what]), self._ranks.timeout
+        started = self._thread.start([lambda: self._run(order, number, timeout, is_checked)])
+        return RankTicket(order, number, started)
 
     def finish(self, ticket: RankTicket) -> Outcome:
         """Wait for this rank's part of a pass, and hear what has come of all."""
@@ -363,8 +368,8 @@ class RankWorkers(Workers):
     def _own(self, current: Dispatch) -> Outcome:
         """What has come of this rank's part of a pass; meanwhile other ranks are listened to."""
         try:
-            done = partial(self._thread.is_done, current)
-            self._ranks.wait_for(self._thread.bell, done, self._doing)
+            thread = self._thread
+            self._ranks.wait_for(thread.bell, lambda: thread.is_done(current), self._doing)
             found: Outcome = self._thread.finish(current)[0]
         except BaseException as error:
             self._thread.give_up(error)  # before others hear of it, so that all have stopped then
@@ -524,8 +529,8 @@ class RankWorkers(Workers):
             with self.operation("optimizer.step"):
                 with self.at_work():
                     yield
-                share = partial(self._share, owned, self._ranks.number, self._ranks.timeout)
-                self._own(self._thread.start([share]))
+                number, timeout = self._ranks.number, self._ranks.timeout
+                self._own(self._thread.start([lambda: self._share(owned, number, timeout)]))
         except BaseException:
             self._passes.clear()  # some may have new weights, so the next pass looks at them
             raise

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -431,7 +430,7 @@ class Step:
         part = own.optimizers[self.number]
         use_settings(part, self.settings)
         owned = [p for group in part.param_groups for p in group["params"]]
-        own.rank.update(partial(self._step, own, part), owned)
+        own.rank.update(lambda: self._step(own, part), owned)
 
     def _step(self, own: ActorState, part: Optimizer) -> None:
         try:
@@ -439,6 +438,11 @@ class Step:
             part.step()
         except BaseException as error:
             raise step_failed(error, own.worker) from error
+
+
+def _apply(own: ActorState, news: TensorChanges) -> None:
+    """Apply news in the rank's thread, so after all passes that were started before."""
+    own.rank.in_thread(lambda: news.apply(own))
 
 
 @dataclass(frozen=True)
@@ -457,7 +461,7 @@ class Clip:
 
     def __call__(self, own: ActorState) -> torch.Tensor:
         """Return the norm of all gradients before clipping, the same on every worker."""
-        own.rank.in_thread(partial(self.news.apply, own))
+        _apply(own, self.news)
         return own.rank.clip([own.tensors[number] for number in self.parameters], self.clipping)
 
 
@@ -478,7 +482,7 @@ class ClipValue:
 
     def __call__(self, own: ActorState) -> None:
         """Clamp the gradients of the worker's own parameters, in place."""
-        own.rank.in_thread(partial(self.news.apply, own))
+        _apply(own, self.news)
         here = [own.tensors[number] for number in self.parameters]
         nn.utils.clip_grad_value_(here, self.clip_value, self.foreach)
 
@@ -501,7 +505,7 @@ class Unscale:
 
     def __call__(self, own: ActorState) -> list[torch.Tensor]:
         """Give for every device a number above 0 if a gradient is not finite."""
-        own.rank.in_thread(partial(self.news.apply, own))
+        _apply(own, self.news)
         here = [own.tensors[number] for number in self.parameters]
         with_gradients = [p for p in here if p.grad is not None]
         if not with_gradients:
@@ -529,7 +533,7 @@ class Fetch:
 
     def __call__(self, own: ActorState) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor | None]]:
         """Return values and gradients (or `None`), by number, after the passes under way."""
-        own.rank.in_thread(partial(self.news.apply, own))
+        _apply(own, self.news)
         replaced = own.replaced()
         values = {n: replaced.get(n, own.tensors[n]).detach() for n in self.tensors}
         gradients = {number: own.tensors[number].grad for number in self.gradients}
@@ -543,8 +547,8 @@ class Update:
     news: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
-        """Apply the news in the rank's thread, so after all passes that were started before."""
-        own.rank.in_thread(partial(self.news.apply, own))
+        """Apply the news, after the passes that are under way."""
+        _apply(own, self.news)
 
 
 @dataclass(frozen=True)
@@ -562,7 +566,7 @@ class Copied:
     def __call__(self, own: ActorState) -> Any:
         """Return the job's result once the buddy has the copy."""
         found = self.job(own)
-        own.rank.in_thread(partial(own.copies.make, own, self.copy, OF_OTHERS))
+        own.rank.in_thread(lambda: own.copies.make(own, self.copy, OF_OTHERS))
         own.copies.send(self.copy, own.is_given_up)
         return found
 

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ class ActorRank(RankWorkers):
         """
         self._is_given_up = False
         try:
-            self._ranks.wait_for(self._thread.bell, partial(self._is_done, current), self._doing)
+            self._ranks.wait_for(self._thread.bell, lambda: self._is_done(current), self._doing)
             found: Outcome = self._thread.finish(current)[0]
         except BaseException as error:
             self._thread.give_up(error)
@@ -121,7 +120,7 @@ class ActorRank(RankWorkers):
             owned: the parameters that it updates.
         """
 
-        def run(number: int) -> Outcome:
+        def run() -> Outcome:
             self._record.note(UPDATING)
             try:
                 work()
@@ -131,7 +130,8 @@ class ActorRank(RankWorkers):
 
         try:
             with self.operation("optimizer.step"):
-                self._own(self._thread.start([partial(run, self._ranks.number)]))
+                number = self._ranks.number
+                self._own(self._thread.start([run]))
         except BaseException:
             self._passes.clear()  # some may have new weights, so the next pass looks at them
             raise
