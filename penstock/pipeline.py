@@ -60,7 +60,7 @@ from penstock.training.parameter_groups import parameter_groups
 from penstock.training.scaling import PipelineScaler, scale_of
 from penstock.units import show_bytes
 from penstock.weights import source_of
-from penstock.workers.backend import Kind, Workers
+from penstock.workers.backend import WorkerKind, Workers
 from penstock.workers.clipping import Clipped, Clipping
 from penstock.workers.kinds import OnFailure, WorkerOptions
 from penstock.workers.members import Membership
@@ -226,7 +226,7 @@ class Pipeline:
         devices: Devices | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "auto",
-        workers: Kind | Ray = "auto",
+        workers: WorkerKind | Ray = "auto",
         plan: Plan | str | os.PathLike[str] | None = None,
         cuts: Sequence[Cut] | None = None,
         recompute: Recompute = "auto",

@@ -6,7 +6,7 @@ no time, which leaves what the schedule costs; then with the stages as they are 
 workers as fast as they were, with every micro-batch as long as it took, with links, and with waits
 for the turns of other replicas. What each of these adds is what it costs.
 
-How much faster a step would be without one cause (`Loss`) is found the same way: by running
+How much faster a step would be without one cause (`LostTime`) is found the same way: by running
 everything again without it.
 """
 
@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from penstock.account.record import AUDIT, CALL, EVALUATION, PASS, StepRecord, partition
-from penstock.account.replay import Durations, Place, Replay
+from penstock.account.replay import Durations, WorkerAction, Replay
 from penstock.board.phases import TURN, WAIT, WORK
 from penstock.plan.plan import Plan
 from penstock.schedule import Action, Kind, Phase
@@ -43,7 +43,7 @@ _MOMENT = 1e-4  # seconds; who waits no longer has found what it waited for
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostTime:
     """What a step would take less without one cause.
 
     Attributes:
@@ -82,7 +82,7 @@ class Account:
     seconds: float
     workers: tuple[Mapping[str, float], ...]
     waited_for: tuple[Mapping[int, float], ...]
-    losses: tuple[Loss, ...]
+    losses: tuple[LostTime, ...]
     speed: tuple[float | None, ...]
     normal: float
     rows: int = 0
@@ -124,7 +124,7 @@ def account(record: StepRecord, plan: Plan) -> Account:
         for waited, found_for in zip(blamed, each.waited_for(), strict=True):
             _add(waited, found_for)
     losses = [loss for each in passes for loss in each.losses(normal, speed)]
-    losses += [Loss(what, seconds) for what, seconds in between.items()]
+    losses += [LostTime(what, seconds) for what, seconds in between.items()]
     return Account(
         record.step,
         record.seconds,
@@ -138,7 +138,7 @@ def account(record: StepRecord, plan: Plan) -> Account:
     )
 
 
-def mean_losses(accounts: Sequence[Account]) -> list[Loss]:
+def mean_losses(accounts: Sequence[Account]) -> list[LostTime]:
     """What steps would take less without each cause: the means, the largest first.
 
     Args:
@@ -147,7 +147,7 @@ def mean_losses(accounts: Sequence[Account]) -> list[Loss]:
     Returns:
         those that cost something, each about the worker and stage that it most often is about.
     """
-    by_cause: dict[str, list[Loss]] = {}
+    by_cause: dict[str, list[LostTime]] = {}
     for found in accounts:
         for loss in found.losses:
             if loss.seconds > 0:
@@ -156,7 +156,7 @@ def mean_losses(accounts: Sequence[Account]) -> list[Loss]:
     for cause, own in by_cause.items():
         worker, stage = statistics.mode((loss.worker, loss.stage) for loss in own)
         mean = sum(loss.seconds for loss in own) / len(accounts)
-        means.append(Loss(cause, mean, worker, stage))
+        means.append(LostTime(cause, mean, worker, stage))
     return sorted(means, key=lambda loss: -loss.seconds)
 
 
@@ -192,14 +192,14 @@ def _between(record: StepRecord) -> dict[str, float]:
     return found
 
 
-def _summed(losses: Iterable[Loss]) -> Iterator[Loss]:
+def _summed(losses: Iterable[LostTime]) -> Iterator[LostTime]:
     """One for each cause: of several passes, about what costs most."""
-    by_cause: dict[str, list[Loss]] = {}
+    by_cause: dict[str, list[LostTime]] = {}
     for loss in losses:
         by_cause.setdefault(loss.cause, []).append(loss)
     for cause, own in by_cause.items():
         most = max(own, key=lambda loss: loss.seconds)
-        yield Loss(cause, sum(loss.seconds for loss in own), most.worker, most.stage)
+        yield LostTime(cause, sum(loss.seconds for loss in own), most.worker, most.stage)
 
 
 def _speed(passes: Sequence[_Pass], plan: Plan) -> tuple[float, tuple[float | None, ...]]:
@@ -238,7 +238,7 @@ class _Pass:
         self._turns = self._spent(TURN)
         self._losses = self._spent("loss")
         self._again = self._spent("recomputation")
-        work: dict[Place, float] = {}
+        work: dict[WorkerAction, float] = {}
         for worker, what, action, start, end in phases:
             if action is not None and what != WAIT:
                 own = 0.0 if what in ("send", TURN) else end - start
@@ -251,9 +251,9 @@ class _Pass:
 
     # -- durations ----------------------------------------------------------------------------
 
-    def _spent(self, on: str) -> dict[Place, float]:
+    def _spent(self, on: str) -> dict[WorkerAction, float]:
         """The seconds of one part in every action that has it."""
-        found: dict[Place, float] = {}
+        found: dict[WorkerAction, float] = {}
         for own in self._phases:
             for worker, what, action, start, end in own:
                 if what == on and action is not None:
@@ -261,17 +261,17 @@ class _Pass:
         return found
 
     @cached_property
-    def _usual(self) -> dict[Place, float]:
+    def _usual(self) -> dict[WorkerAction, float]:
         """Every action as long as the median of its kind on its worker."""
         return _medians(self._work)
 
     @cached_property
-    def _planned(self) -> dict[Place, float]:
+    def _planned(self) -> dict[WorkerAction, float]:
         """Every action as long as planned, which is without the loss."""
         by_replica = [self._plan.costs_of(k) for k in range(self._plan.replicas)]
         return {(w, a): by_replica[w // self._of].seconds(a) for w, a in self._work}
 
-    def _expected(self, normal: float) -> dict[Place, float]:
+    def _expected(self, normal: float) -> dict[WorkerAction, float]:
         """Every action as long as planned, on machines that are so much slower, with the loss."""
         planned = {place: normal * seconds for place, seconds in self._planned.items()}
         losses = _medians({place: self._losses.get(place, 0.0) for place in self._work})
@@ -284,7 +284,7 @@ class _Pass:
         planned = self._replay.work(Durations(self._planned))
         return list(zip(usual, planned, strict=True))
 
-    def _balanced(self, of: Mapping[Place, float]) -> dict[Place, float]:
+    def _balanced(self, of: Mapping[WorkerAction, float]) -> dict[WorkerAction, float]:
         """The same work, of which every worker has as much as all others, in equal stages."""
         kinds: dict[Kind, list[float]] = {}
         for (_, action), seconds in of.items():
@@ -296,7 +296,7 @@ class _Pass:
         return {(w, a): s * mean / work[w] if work[w] else 0.0 for (w, a), s in even.items()}
 
     @cached_property
-    def _delays(self) -> dict[Place, float]:
+    def _delays(self) -> dict[WorkerAction, float]:
         """How long what actions of other workers sent was under way.
 
         It is seen where somebody waited for it. Where nobody did it was there in time; then it is
@@ -304,8 +304,8 @@ class _Pass:
         """
         begun, waits, ended = self._begun, self._waits, self._ended
         seen: dict[tuple[int, int, bool], list[float]] = {}
-        most: dict[Place, float] = {}
-        found: dict[Place, float] = {}
+        most: dict[WorkerAction, float] = {}
+        found: dict[WorkerAction, float] = {}
         for place, other in self._replay.before.items():
             if place[0] == other[0]:
                 continue
@@ -324,9 +324,9 @@ class _Pass:
         return found
 
     @cached_property
-    def _begun(self) -> dict[Place, float]:
+    def _begun(self) -> dict[WorkerAction, float]:
         """When the work of every action began."""
-        found: dict[Place, float] = {}
+        found: dict[WorkerAction, float] = {}
         for own in self._phases:
             for worker, what, action, start, _ in own:
                 if action is not None and what != WAIT:
@@ -334,9 +334,9 @@ class _Pass:
         return found
 
     @cached_property
-    def _ended(self) -> dict[Place, float]:
+    def _ended(self) -> dict[WorkerAction, float]:
         """When everything of an action had ended."""
-        found: dict[Place, float] = {}
+        found: dict[WorkerAction, float] = {}
         for own in self._phases:
             for worker, what, action, _, end in own:
                 if action is not None and what != WAIT:
@@ -344,7 +344,7 @@ class _Pass:
         return found
 
     @cached_property
-    def _waits(self) -> dict[Place, float]:
+    def _waits(self) -> dict[WorkerAction, float]:
         """When workers began to wait for the values of every action."""
         return {
             (phase.worker, phase.action): phase.start
@@ -353,7 +353,7 @@ class _Pass:
             if phase.what == WAIT and phase.action is not None
         }
 
-    def _with(self, *parts: Mapping[Place, float]) -> dict[Place, float]:
+    def _with(self, *parts: Mapping[WorkerAction, float]) -> dict[WorkerAction, float]:
         """The sums of durations."""
         return {place: sum(part.get(place, 0.0) for part in parts) for place in self._work}
 
@@ -401,44 +401,44 @@ class _Pass:
             found.append(parts)
         return found
 
-    def losses(self, normal: float, speed: Sequence[float | None]) -> Iterator[Loss]:
+    def losses(self, normal: float, speed: Sequence[float | None]) -> Iterator[LostTime]:
         """What the pass would take less without each cause."""
         real = self._real
         now = self._replay.seconds(real)
 
-        def without(work: Mapping[Place, float], delays: Mapping[Place, float]) -> float:
+        def without(work: Mapping[WorkerAction, float], delays: Mapping[WorkerAction, float]) -> float:
             return max(0.0, now - self._replay.seconds(Durations(work, delays)))
 
         known = [(ratio, worker) for worker, ratio in enumerate(speed) if ratio is not None]
         slowest = max(known, default=(normal, 0))
         brake = slowest[0] / normal if normal else 1.0
         quick = {p: s / brake if p[0] == slowest[1] else s for p, s in real.work.items()}
-        yield Loss(SLOW, without(quick, real.delays), slowest[1])
+        yield LostTime(SLOW, without(quick, real.delays), slowest[1])
         expected = self._expected(normal)
         even = self._balanced(expected)
         fair = {p: s * even[p] / expected[p] if expected[p] else s for p, s in real.work.items()}
         work = self._replay.work(Durations(expected))
         most = max(range(len(work)), key=work.__getitem__)
-        yield Loss(IMBALANCE, without(fair, real.delays), most, self._longest_stage(most))
+        yield LostTime(IMBALANCE, without(fair, real.delays), most, self._longest_stage(most))
         usual = self._with(self._usual, self._sends, self._turns)
-        yield Loss(UNEVEN, without(usual, real.delays))
+        yield LostTime(UNEVEN, without(usual, real.delays))
         hops: dict[int, float] = {}
         for (_, action), seconds in self._delays.items():
             stage = action.stage - (action.kind is Kind.FORWARD)
             hops[stage] = hops.get(stage, 0.0) + seconds
         slowest_hop = max(hops, key=hops.__getitem__, default=None)
         at_once = self._with(self._work, self._turns)
-        yield Loss(LINK, without(at_once, {}), stage=slowest_hop)
-        yield Loss(TURN, without(self._with(self._work, self._sends), real.delays))
+        yield LostTime(LINK, without(at_once, {}), stage=slowest_hop)
+        yield LostTime(TURN, without(self._with(self._work, self._sends), real.delays))
         once = {place: s - self._again.get(place, 0.0) for place, s in real.work.items()}
-        yield Loss("recomputation", without(once, real.delays))
+        yield LostTime("recomputation", without(once, real.delays))
         balanced = Durations(self._balanced(self._work))
         filling = self._replay.seconds(balanced) - max(self._replay.work(balanced), default=0.0)
-        yield Loss(FILL, max(0.0, filling))
+        yield LostTime(FILL, max(0.0, filling))
         exchange = [sum(p.seconds for p in own if p.what == "exchange") for own in self._phases]
-        yield Loss("exchange", max(exchange, default=0.0))
+        yield LostTime("exchange", max(exchange, default=0.0))
         rest = self._span[1] - self._span[0] - now - max(exchange, default=0.0)
-        yield Loss(OVERHEAD, max(0.0, rest))
+        yield LostTime(OVERHEAD, max(0.0, rest))
 
     def _longest_stage(self, worker: int) -> int | None:
         """The stage in which a worker is planned to work longest."""
@@ -463,7 +463,7 @@ class _Pass:
         return found
 
     def _blame(
-        self, found: dict[int, float], awaited: Place, begin: float, end: float, depth: int
+        self, found: dict[int, float], awaited: WorkerAction, begin: float, end: float, depth: int
     ) -> None:
         """Add who was at work from `begin` to `end`, when this action was awaited."""
         worker = awaited[0]
@@ -483,7 +483,7 @@ class _Pass:
                 found[worker] = found.get(worker, 0.0) + stop - start
 
 
-def _medians(of: Mapping[Place, float]) -> dict[Place, float]:
+def _medians(of: Mapping[WorkerAction, float]) -> dict[WorkerAction, float]:
     """For every action the median of those of the same kind and stage on the same worker."""
     groups: dict[tuple[int, Kind, int], list[float]] = {}
     for (worker, action), seconds in of.items():

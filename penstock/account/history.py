@@ -29,7 +29,7 @@ _EARLIER = "earlier-"  # before the number of a folder with an earlier run
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 
 
-class StepTime(NamedTuple):
+class StepTimes(NamedTuple):
     """How long a step took, or several that followed each other.
 
     Attributes:
@@ -97,19 +97,19 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     about: About
-    steps: Sequence[StepTime] = ()
+    steps: Sequence[StepTimes] = ()
     records: Sequence[StepRecord] = ()
     events: Sequence[Happened] = ()
     notes: Sequence[str] = ()
 
     @property
-    def latest_steps(self) -> list[StepTime]:
+    def latest_steps(self) -> list[StepTimes]:
         """The times of the steps that were run by the plan in use."""
         return [steps for steps in self.steps if steps.step > self.about.since]
 
 
 _FILES: Mapping[type, str] = {
-    StepTime: "steps.jsonl",
+    StepTimes: "steps.jsonl",
     StepRecord: "records.jsonl",
     Happened: "events.jsonl",
 }
@@ -212,7 +212,7 @@ class RunFolder:
     def _write(self, about: About) -> None:
         save_whole(self.path / ABOUT, msgspec.json.format(msgspec.json.encode(about)), "run")
 
-    def add(self, item: StepTime | StepRecord | Happened) -> None:
+    def add(self, item: StepTimes | StepRecord | Happened) -> None:
         """Append something to the file of its kind.
 
         Raises:

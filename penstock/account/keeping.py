@@ -11,7 +11,7 @@ from collections import deque
 from msgspec.structs import replace
 
 from penstock.account.attribution import Account, account
-from penstock.account.history import About, Happened, History, RunFolder, StepTime
+from penstock.account.history import About, Happened, History, RunFolder, StepTimes
 from penstock.account.record import StepRecord, usual
 from penstock.errors import InputError
 from penstock.plan.plan import Plan
@@ -131,7 +131,7 @@ class _Written:
     def __init__(self) -> None:
         self.folder: RunFolder | None = None
 
-    def add(self, item: StepTime | StepRecord | Happened) -> None:
+    def add(self, item: StepTimes | StepRecord | Happened) -> None:
         """Write something; if that fails, the run goes on without a folder."""
         if self.folder is not None:
             try:
@@ -171,8 +171,8 @@ class _Times:
 
     def __init__(self, written: _Written) -> None:
         self._written = written
-        self._noted: deque[StepTime] = deque(maxlen=_TIMES)
-        self._now: StepTime | None = None  # steps that are not noted yet
+        self._noted: deque[StepTimes] = deque(maxlen=_TIMES)
+        self._now: StepTimes | None = None  # steps that are not noted yet
         self._since = 0.0
 
     def step(self, number: int, seconds: float, pass_seconds: float, rows: int) -> None:
@@ -180,10 +180,10 @@ class _Times:
         now, before = time.time(), self._now
         if before is None:
             self._since = now
-            self._now = StepTime(number, now, 1, seconds, pass_seconds, number, seconds, rows)
+            self._now = StepTimes(number, now, 1, seconds, pass_seconds, number, seconds, rows)
         else:
             is_slowest = seconds > before.slowest_seconds
-            self._now = StepTime(
+            self._now = StepTimes(
                 step=number,
                 at=now,
                 steps=before.steps + 1,
@@ -203,7 +203,7 @@ class _Times:
             self._noted.append(now)
             self._written.add(now)
 
-    def all(self) -> list[StepTime]:
+    def all(self) -> list[StepTimes]:
         """All that are known, oldest first, with those that are not written yet."""
         now = self._now
         return [*self._noted, *([now] if now else [])]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from penstock.errors import ScheduleError
 from penstock.schedule import Action, Kind
 
-Place = tuple[int, Action]
+WorkerAction = tuple[int, Action]
 """An action of a worker: several replicas run the same actions on other workers."""
 
 
@@ -21,8 +21,8 @@ class Durations:
         delays: from when an action's values were sent until they were there; 0 if not given.
     """
 
-    work: Mapping[Place, float]
-    delays: Mapping[Place, float] = field(default_factory=dict)
+    work: Mapping[WorkerAction, float]
+    delays: Mapping[WorkerAction, float] = field(default_factory=dict)
 
 
 class Replay:
@@ -46,7 +46,7 @@ class Replay:
             for kind, stage, microbatch in [action]
             if kind is not Kind.WEIGHT
         }
-        self.before: dict[Place, Place] = {}
+        self.before: dict[WorkerAction, WorkerAction] = {}
         for worker, actions in enumerate(lists):
             for action in actions:
                 kind, stage, microbatch = action
@@ -62,7 +62,7 @@ class Replay:
         Raises:
             ScheduleError: workers would wait for each other for ever.
         """
-        ends: dict[Place, float] = {}
+        ends: dict[WorkerAction, float] = {}
         free = [0.0] * len(self.lists)
         at = [0] * len(self.lists)
         left = sum(map(len, self.lists))

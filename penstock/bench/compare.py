@@ -49,7 +49,7 @@ from penstock.display.progress import callback
 from penstock.display.tables import aligned
 from penstock.plan.request import Request
 from penstock.planning.planner import profiles_for
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 
 DEVICES = ("cpu", "cpu")
 RATE = 0.001
@@ -62,7 +62,7 @@ SHARDS: dict[str, dict[str, bool]] = {
     "by child": {"by_child": True},
     "by child, freed after forwards": {"by_child": True, "frees": True},
 }
-KINDS: tuple[Kind, ...] = ("threads", "processes")
+KINDS: tuple[WorkerKind, ...] = ("threads", "processes")
 TOGETHER = 3  # peers that take turns with Penstock
 WARM_UP = 3  # rounds that do not count
 TURN = 0.5  # seconds: steps that take milliseconds are slow after those of others
@@ -84,7 +84,7 @@ class Penstock:
         train_steps: seconds of every `train_step`, without the optimizer.
     """
 
-    def __init__(self, subject: Subject, workers: Kind, suffix: str = "", **options: Any) -> None:
+    def __init__(self, subject: Subject, workers: WorkerKind, suffix: str = "", **options: Any) -> None:
         self._inputs, self._target = subject.data()
         self._loss_fn = subject.loss
         model = subject.build().train()

@@ -40,7 +40,7 @@ from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import cores
 from penstock.display.figures import require_matplotlib
 from penstock.display.terminal import Progress
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 
 _INPUTS, _LENGTH, _WIDTH = 256, 64, 1500
 
@@ -138,7 +138,7 @@ class DataParallelSettings:
 
     models: tuple[Trained, ...]
     sizes: tuple[int, ...] = (2, 3, 8)
-    kinds: tuple[Kind, ...] = ("threads", "processes")
+    kinds: tuple[WorkerKind, ...] = ("threads", "processes")
     in_memory: int = 4
     steps: int = 5
     counts: tuple[int, ...] = (1, 2)

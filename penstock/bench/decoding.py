@@ -29,10 +29,10 @@ from penstock.bench.writers import gpt2
 from penstock.capture.lowering import StageModule
 from penstock.engine.span import Span
 from penstock.links.link import Values
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 
 DEVICES = ("cpu", "cpu")
-KINDS: tuple[Kind, ...] = ("threads", "processes")
+KINDS: tuple[WorkerKind, ...] = ("threads", "processes")
 IN_FLIGHT = 2
 _PROMPT = 4  # tokens
 
@@ -121,7 +121,7 @@ class Passes:
     def __init__(
         self,
         decoder: Decoder,
-        workers: Kind,
+        workers: WorkerKind,
         count: int,
         stack: ExitStack,
         plan: ps.Plan | None = None,

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.workers.backend import Kind
+    from penstock.workers.backend import WorkerKind
 
 
-def train(model_name: str, workers: Kind | None) -> dict[str, float]:
+def train(model_name: str, workers: WorkerKind | None) -> dict[str, float]:
     """The seconds of every part, in order.
 
     Args:
@@ -71,5 +71,5 @@ def train(model_name: str, workers: Kind | None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    kinds: dict[str, Kind] = {"threads": "threads", "processes": "processes"}
+    kinds: dict[str, WorkerKind] = {"threads": "threads", "processes": "processes"}
     print(json.dumps(train(sys.argv[1], kinds.get(" ".join(sys.argv[2:])))))

@@ -60,13 +60,13 @@ from penstock.display.progress import callback
 from penstock.display.tables import aligned
 from penstock.plan.request import Request
 from penstock.planning.planner import profiles_for
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 
 DEVICES = ("cpu", "cpu")
 WARM_UP = 1  # rounds that do not count
 REFUSALS = (RuntimeError, ValueError)
 
-OURS: dict[Kind, str] = {kind: f"Penstock, {kind}" for kind in KINDS}
+OURS: dict[WorkerKind, str] = {kind: f"Penstock, {kind}" for kind in KINDS}
 IN_TURN = {False: "stages in turn", True: "stages in turn, accelerate's hooks"}
 TRANSFORMERS = "transformers' pipeline"
 PIPPY = "prepare_pippy"
@@ -142,7 +142,7 @@ class Penstock:
         plan: of it.
     """
 
-    def __init__(self, writing: Writing, workers: Kind, stack: ExitStack, plan: ps.Plan) -> None:
+    def __init__(self, writing: Writing, workers: WorkerKind, stack: ExitStack, plan: ps.Plan) -> None:
         self._writing = writing
         self._pipe = ps.Pipeline(
             *(writing.build(), (), writing.example),
@@ -378,7 +378,7 @@ class Mapping:
         stack: closes the workers.
     """
 
-    def __init__(self, work: Inference, workers: Kind, plan: ps.Plan, stack: ExitStack) -> None:
+    def __init__(self, work: Inference, workers: WorkerKind, plan: ps.Plan, stack: ExitStack) -> None:
         self.name = f"{OURS[workers]}, m={plan.num_microbatches}"
         self._batches = [(batch,) for batch in work.batches]
         self._pipe = ps.Pipeline(
@@ -467,7 +467,7 @@ def pippy_makes(work: Inference, counts: Iterable[int], further: int) -> dict[st
     return makes
 
 
-def _best_plan(work: Inference, kind: Kind, plans: Sequence[ps.Plan], steps: int) -> ps.Plan:
+def _best_plan(work: Inference, kind: WorkerKind, plans: Sequence[ps.Plan], steps: int) -> ps.Plan:
     """The plan with which `pipe.map` is fastest."""
     seconds: list[float] = []
     for plan in plans:

@@ -37,7 +37,7 @@ from penstock.bench.uniform import uniform_plan
 from penstock.devices.cores import use_threads
 from penstock.display.tables import Row, aligned
 from penstock.units import show_bytes
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 from penstock.workers.common_jobs import Modes
 from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.processes.worker_state import WorkerState
@@ -220,7 +220,7 @@ def bare(stages: int) -> Callable[[], float]:
     return step
 
 
-def pipeline(stages: int, workers: Kind, stack: ExitStack) -> Callable[[], float]:
+def pipeline(stages: int, workers: WorkerKind, stack: ExitStack) -> Callable[[], float]:
     """A `train_step` of Penstock."""
     model, (x, y) = tiny(stages), tiny_data()
     program = ps.capture(model, (x,))

@@ -26,7 +26,7 @@ from penstock.comparison.reference import run_with_threads
 from penstock.errors import PenstockError
 from penstock.oracle import Oracle
 from penstock.pipeline import Pipeline
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 
 ROWS, BATCH, FEW = 100, 30, 1
 INPUTS, OUTPUTS = 5, 2
@@ -165,7 +165,7 @@ def noted(path: Path) -> list[tuple[Runner, tuple[int, ...], tuple[int, ...]]]:
     return found
 
 
-def replica_sizes(replicas: int, workers: Kind) -> Sizes:
+def replica_sizes(replicas: int, workers: WorkerKind) -> Sizes:
     """Run the tutorial's batches, and one of a single row, on so many CPU workers.
 
     Args:

@@ -33,7 +33,7 @@ from penstock.errors import PenstockError
 from penstock.oracle import Oracle
 from penstock.pipeline import Pipeline
 from penstock.units import show_seconds
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 
 _DDP = "DistributedDataParallel"
 
@@ -201,7 +201,7 @@ class Replicated:
         gradients: those of the batch with the first weights, in the order of the parameters.
     """
 
-    def __init__(self, workload: Workload, replicas: int, workers: Kind) -> None:
+    def __init__(self, workload: Workload, replicas: int, workers: WorkerKind) -> None:
         self.name = f"{replicas} replica{'s' * (replicas > 1)}, {workers}"
         self.facts: dict[str, Any] = {"replicas": replicas, "workers": workers}
         self._inputs, self._target = workload.data()
@@ -268,7 +268,7 @@ def train(
     workload: Workload,
     *,
     counts: Sequence[int],
-    kinds: Sequence[Kind],
+    kinds: Sequence[WorkerKind],
     buckets: Sequence[Buckets],
     rounds: int,
     steps: int,

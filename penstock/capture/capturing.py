@@ -158,7 +158,7 @@ class CaptureOptions:
 
 
 class _Capturer:
-    """Records until nothing more needs to be opened or closed; the `Source` of what comes later.
+    """Records until nothing more needs to be opened or closed; the `TraceSource` of later ways.
 
     Attributes:
         program: what was made of the recordings, once they are there.

@@ -23,7 +23,7 @@ from penstock.capture.halves import Deferral
 from penstock.capture.lowering import assemble, lower
 from penstock.capture.meta import META, is_on_meta
 from penstock.capture.randomness import Key
-from penstock.capture.recordings import Recordings, Source
+from penstock.capture.recordings import Recordings, TraceSource
 from penstock.capture.signatures import Inputs, Signature, Signatures
 from penstock.errors import PlanError
 
@@ -97,7 +97,7 @@ class Program:
         example: Sequence[Any],
         closed: Mapping[str, str],
         is_open: Callable[[str], bool],
-        source: Source,
+        source: TraceSource,
         points: Sequence[Sizes],
         written: frozenset[str] = frozenset(),
     ) -> None:

@@ -30,7 +30,7 @@ Alone = Callable[[], AbstractContextManager[None]]
 """What is open while nobody else runs the modules of a model."""
 
 
-class Source(Protocol):
+class TraceSource(Protocol):
     """Where more of a program comes from, when inputs show that it is needed."""
 
     def varying_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Varying:
@@ -78,7 +78,7 @@ class Recordings:
         train: Trace,
         evaluation: Trace,
         signatures: Signatures,
-        source: Source,
+        source: TraceSource,
         points: Sequence[Sizes],
     ) -> None:
         self._model = model

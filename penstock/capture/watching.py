@@ -21,7 +21,7 @@ _ODD = 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class Watch(TorchDispatchMode):
+class OperatorWatch(TorchDispatchMode):
     """Notes whether an operation looks at values to see how large its result is, or draws some.
 
     Args:

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import torch
 
-from penstock.devices.kind import Kind, Memory, Moment, Stream
+from penstock.devices.kind import DeviceKind, DeviceMemory, Moment, Stream
 
 _NEEDED = ("Event", "Stream", "current_stream", "device", "device_count", "stream", "synchronize")
 
 
-class Accelerator(Kind):
+class Accelerator(DeviceKind):
     """A kind of device that does its work later, in streams.
 
     Args:
@@ -88,10 +88,10 @@ class Accelerator(Kind):
         """By PyTorch's allocator, which keeps the memory until the copy of it is done."""
         return tensor.pin_memory()
 
-    def memory(self, device: torch.device) -> Memory | None:
+    def memory(self, device: torch.device) -> DeviceMemory | None:
         """As the driver says."""
         found = getattr(self._module, "mem_get_info", None)
-        return None if found is None else Memory(*map(int, found(device)))
+        return None if found is None else DeviceMemory(*map(int, found(device)))
 
     def allocated(self, device: torch.device) -> tuple[int, int]:
         """By PyTorch's caching allocator."""

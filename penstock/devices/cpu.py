@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from penstock.devices.kind import Kind, Memory, Moment, Stream
+from penstock.devices.kind import DeviceKind, DeviceMemory, Moment, Stream
 from penstock.devices.machine import processor
 
 
-class Cpu(Kind):
+class Cpu(DeviceKind):
     """The CPU: whoever gives it work waits until it is done."""
 
     type = "cpu"
@@ -63,7 +63,7 @@ class Cpu(Kind):
         """There is no such memory, and no use for it."""
         return tensor
 
-    def memory(self, device: torch.device) -> Memory | None:
+    def memory(self, device: torch.device) -> DeviceMemory | None:
         """It is that of the whole machine, which all workers share."""
         return None
 

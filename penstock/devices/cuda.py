@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from penstock.devices.accelerator import Accelerator
-from penstock.devices.kind import Memory, Recorder, Recording
+from penstock.devices.kind import DeviceMemory, Recorder, Recording
 from penstock.torch_internals import end_allocating
 
 T = TypeVar("T")
@@ -59,9 +59,9 @@ class Cuda(Accelerator):
         """Those of all GPUs, once CUDA was used in this process."""
         return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    def memory(self, device: torch.device) -> Memory:
+    def memory(self, device: torch.device) -> DeviceMemory:
         """As the driver says, of all processes together."""
-        return Memory(*torch.cuda.mem_get_info(device))
+        return DeviceMemory(*torch.cuda.mem_get_info(device))
 
     def has_kernels(self, device: torch.device) -> bool:
         """Whether this build of PyTorch has kernels for a GPU of this architecture."""

@@ -1,6 +1,6 @@
 """What differs between kinds of device, as one interface.
 
-Everything else in Penstock is written against `Kind` and never asks which one it has:
+Everything else in Penstock is written against `DeviceKind` and never asks which one it has:
 
 | | |
 |---|---|
@@ -101,7 +101,7 @@ class Recorder(Protocol):
         """
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes of a device's memory.
 
     Attributes:
@@ -113,7 +113,7 @@ class Memory(NamedTuple):
     total: int
 
 
-class Kind(ABC):
+class DeviceKind(ABC):
     """One kind of device.
 
     Attributes:
@@ -203,7 +203,7 @@ class Kind(ABC):
     # -- memory -------------------------------------------------------------------------------
 
     @abstractmethod
-    def memory(self, device: torch.device) -> Memory | None:
+    def memory(self, device: torch.device) -> DeviceMemory | None:
         """What a device has; `None` if it has no memory of its own, or does not tell."""
 
     @abstractmethod

@@ -7,10 +7,10 @@ import torch
 from penstock.devices.accelerator import Accelerator
 from penstock.devices.cpu import Cpu
 from penstock.devices.cuda import Cuda
-from penstock.devices.kind import Kind
+from penstock.devices.kind import DeviceKind
 
 
-def kind_of(device: torch.device | str) -> Kind:
+def kind_of(device: torch.device | str) -> DeviceKind:
     """The kind of a device."""
     type = torch.device(device).type
     if type in ("cpu", "meta"):  # `meta` has no values, so there is nothing to wait for either

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.devices.kind import Kind
+from penstock.devices.kind import DeviceKind
 from penstock.devices.kinds import kind_of
 
 _BACKENDS = [
@@ -18,7 +18,7 @@ _BACKENDS = [
 ]
 
 
-class Settings(NamedTuple):
+class TorchSettings(NamedTuple):
     """The settings of torch that users may change at any time, and that change what is computed.
 
     Attributes:
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
     of_kind: tuple[str, ...] = ()
 
     @classmethod
-    def here(cls, kind: Kind | None = None) -> Settings:
+    def here(cls, kind: DeviceKind | None = None) -> TorchSettings:
         """Those of this process, and of a kind of device."""
         return cls(
             torch.get_default_dtype(),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from penstock.devices.cores import flushes_denormal
 from penstock.devices.cuda import Cuda
 from penstock.devices.kinds import accelerator, all_devices
-from penstock.devices.settings import Settings
+from penstock.devices.settings import TorchSettings
 from penstock.doctor.findings import Finding, made, size
 from penstock.errors import InputError
 from penstock.profile.cache import cache_directory
@@ -136,7 +136,7 @@ def _others() -> Iterator[Finding]:
 
 def numerics() -> Iterator[Finding]:
     """Settings on which bits depend, and whether kernels give the same bits twice."""
-    settings = Settings.here()
+    settings = TorchSettings.here()
     precisions = sorted({each for each in settings.precisions if each})
     yield Finding(
         "numerics",

@@ -44,7 +44,7 @@ from penstock.capture.randomness import (
 from penstock.devices.kind import Recorder, Recording
 from penstock.devices.kinds import kind_of
 from penstock.devices.layout import ALIGNMENT, alike
-from penstock.devices.settings import Settings
+from penstock.devices.settings import TorchSettings
 from penstock.engine.hooks import hooks_of
 from penstock.engine.known_python import PLAIN, is_plain
 from penstock.engine.recordable import GraphError
@@ -174,7 +174,7 @@ class Graphs:
 
         Hooks are called as ever: with one, nothing is recorded.
         """
-        settings = Settings.here(), kind_of(self._device).settings()
+        settings = TorchSettings.here(), kind_of(self._device).settings()
         places = tuple(map(_place, self._tensors))
         key = settings, places, tuple(map(_attributes, self._modules))
         hooks = hooks_of(map(vars, self._modules))

@@ -399,7 +399,7 @@ class Receiver:
         return values if message.dispatch >= self._owner.dispatch else None
 
 
-class Sink:
+class LinkSink:
     """The earlier stage's end of a link to another process.
 
     Args:
@@ -421,7 +421,7 @@ class Sink:
         return self._back.get()
 
 
-class Source:
+class LinkSource:
     """The later stage's end of a link to another process.
 
     Args:

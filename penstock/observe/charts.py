@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.account.history import StepTime
+from penstock.account.history import StepTimes
 from penstock.account.record import CALL, PASS, StepRecord, partition
 from penstock.account.replay import Replay
 from penstock.board.phases import WORK
 from penstock.observe.findings import Findings
 from penstock.plan.plan import Plan
 from penstock.schedule import Action, Phase, Timeline
-from penstock.simulate.memory import Memory, memory_over_time
+from penstock.simulate.memory import HeldMemory, memory_over_time
 from penstock.units import show_bytes, show_seconds
 
 _POINTS = 600  # that are told apart in a chart
@@ -110,15 +110,15 @@ def history_chart(findings: Findings) -> Chart | None:
     )
 
 
-def _thinned(steps: Sequence[StepTime]) -> list[StepTime]:
+def _thinned(steps: Sequence[StepTimes]) -> list[StepTimes]:
     """So few that they can be told apart: neighbours are counted together."""
     size = -(-len(steps) // _POINTS)
     return [_joined(steps[k : k + size]) for k in range(0, len(steps), size)]
 
 
-def _joined(steps: Sequence[StepTime]) -> StepTime:
+def _joined(steps: Sequence[StepTimes]) -> StepTimes:
     slowest = max(steps, key=lambda s: s.slowest_seconds)
-    return StepTime(
+    return StepTimes(
         steps[-1].step,
         steps[-1].at,
         sum(s.steps for s in steps),
@@ -151,14 +151,14 @@ def memory_charts(record: StepRecord, plan: Plan) -> list[Chart]:
     ]
 
 
-def _base(worker: int, planned: Memory, plan: Plan) -> float:
+def _base(worker: int, planned: HeldMemory, plan: Plan) -> float:
     """What a worker holds besides activations, as planned: weights, gradients, optimizer state."""
     replica, place = divmod(worker, plan.workers_per_replica)
     own = [stage.memory_bytes for stage in plan.stages_of(replica) if stage.worker == place]
     return max(0.0, sum(own) - planned.peak)
 
 
-def _memory_chart(worker: int, memory: Memory, base: float, plan: Plan, seconds: float) -> Chart:
+def _memory_chart(worker: int, memory: HeldMemory, base: float, plan: Plan, seconds: float) -> Chart:
     most, limit = base + memory.peak, plan.memory_limit
     is_shown = limit is not None and limit <= _NEAR * most
     top = _ROOM * max(most, limit if is_shown and limit else 0.0, 1.0)

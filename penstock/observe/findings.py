@@ -21,12 +21,12 @@ from penstock.account.attribution import (
     WAITING,
     WORKING,
     Account,
-    Loss,
+    LostTime,
     account,
     mean_losses,
 )
 from penstock.account.drift import Drift, drift
-from penstock.account.history import Happened, History, StepTime
+from penstock.account.history import Happened, History, StepTimes
 from penstock.account.record import StepRecord, usual
 from penstock.account.suggestions import Suggestion, suggestions
 from penstock.board.phases import TURN
@@ -172,7 +172,7 @@ class Findings:
             for s in sorted(worst, key=lambda s: s.slowest)
         ]
 
-    def _why(self, steps: StepTime) -> str:
+    def _why(self, steps: StepTimes) -> str:
         """What is known of the cause of a slow step."""
         found = [event.what for event in self._events_in(steps)]
         recorded = next((a for a in self.accounts if a.step == steps.slowest), None)
@@ -184,7 +184,7 @@ class Findings:
             found.append("the first step, which allocates memory and loads code")
         return "; ".join(found) or "nothing is recorded that would explain it"
 
-    def _events_in(self, steps: StepTime) -> list[Happened]:
+    def _events_in(self, steps: StepTimes) -> list[Happened]:
         """What happened while these steps were run."""
         begin, first = steps.at - steps.seconds, steps.step - steps.steps
         return [
@@ -202,7 +202,7 @@ class Findings:
             return ""
         return f"{show_seconds(more[name])} more {name} than usual"
 
-    def _between_or_within(self, steps: StepTime) -> str:
+    def _between_or_within(self, steps: StepTimes) -> str:
         """Whether one slow step was slow in its passes."""
         known = self.history.latest_steps
         passes = sorted((s.pass_seconds / s.steps, s.steps) for s in known if s.steps)
@@ -277,7 +277,7 @@ class Findings:
         return [_mean(own, sorted({who for each in own for who in each})) for own in every]
 
     @cached_property
-    def losses(self) -> list[Loss]:
+    def losses(self) -> list[LostTime]:
         """What a step would take less without each cause: the means, the largest first."""
         return mean_losses(self.usual)
 
@@ -425,7 +425,7 @@ class Findings:
         return text
 
 
-def where(loss: Loss) -> str:
+def where(loss: LostTime) -> str:
     """Which worker and stage a loss is about, as ` (worker 1, stage 3)`; empty if it is of all."""
     found = []
     if loss.worker is not None:

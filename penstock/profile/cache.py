@@ -20,7 +20,7 @@ from penstock.capture import Program
 from penstock.capture.calls import ambient
 from penstock.devices.kinds import accelerator
 from penstock.devices.machine import processor
-from penstock.devices.settings import Settings
+from penstock.devices.settings import TorchSettings
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.files import write_whole
@@ -164,7 +164,7 @@ def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) 
     described = [
         *("penstock", penstock.__version__, VERSION, "torch", str(torch.__version__)),
         _MEASURED,
-        *(_machine(), *Settings.here().precisions),
+        *(_machine(), *TorchSettings.here().precisions),
         *(f"{device} {dtype}" for device, dtype in ambient().casting),
         torch.are_deterministic_algorithms_enabled(),
         program.fingerprint,

@@ -20,7 +20,7 @@ from penstock.capture.trees import Structure, leaf_paths
 from penstock.errors import InputError
 from penstock.sessions.resident import Resident
 
-Place = tuple[tuple[Any, ...], int]
+SizePlace = tuple[tuple[Any, ...], int]
 """Where a size is: the path of a leaf, and its dimension; -1 for an integer itself."""
 
 
@@ -116,10 +116,10 @@ class Growing:
                     axes[item.leaf].setdefault(item.dim, axis)
         return Varying(tuple(axes), numbers)
 
-    def _sizes(self) -> dict[Place, int]:
+    def _sizes(self) -> dict[SizePlace, int]:
         """The sizes of the call before, by their places."""
         structure, sizes = self._last
-        found: dict[Place, int] = {}
+        found: dict[SizePlace, int] = {}
         for size, path in zip(sizes, leaf_paths(structure) if sizes else [], strict=True):
             if type(size) is int:
                 found[path, -1] = size

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from penstock.simulate.events import Network, Simulator, simulate
-from penstock.simulate.memory import Memory, memory_over_time
+from penstock.simulate.memory import HeldMemory, memory_over_time
 
-__all__ = ["Memory", "Network", "Simulator", "memory_over_time", "simulate"]
+__all__ = ["HeldMemory", "Network", "Simulator", "memory_over_time", "simulate"]

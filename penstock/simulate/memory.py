@@ -11,7 +11,7 @@ from penstock.schedule.actions import Kind, Timeline
 
 
 @dataclass(frozen=True)
-class Memory:
+class HeldMemory:
     """What one worker holds for micro-batches in flight, over one step.
 
     Attributes:
@@ -30,7 +30,7 @@ class Memory:
 
 def memory_over_time(
     timeline: Timeline, held: Sequence[float], put_off: Sequence[float] = ()
-) -> tuple[Memory, ...]:
+) -> tuple[HeldMemory, ...]:
     """What every worker holds over a step.
 
     A stage holds a micro-batch from the start of its forward to the end of its backward. Where the
@@ -42,7 +42,7 @@ def memory_over_time(
         put_off: how many bytes remain between the halves. Empty means all of them.
 
     Returns:
-        one `Memory` per worker; weights, gradients and optimizer state are not part of it.
+        one `HeldMemory` per worker; weights, gradients and optimizer state are not part of it.
 
     Raises:
         InputError: `held` or `put_off` lacks a stage.
@@ -68,4 +68,4 @@ def memory_over_time(
         levels[worker] += changes[kind][stage]
         moments[worker].append(start if kind is Kind.FORWARD else end)
         bytes_[worker].append(levels[worker])
-    return tuple(Memory(tuple(m), tuple(b)) for m, b in zip(moments, bytes_, strict=True))
+    return tuple(HeldMemory(tuple(m), tuple(b)) for m, b in zip(moments, bytes_, strict=True))

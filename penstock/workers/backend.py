@@ -45,7 +45,7 @@ from penstock.workers.probe import LinkProbe
 from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay
 
-Kind = Literal["auto", "threads", "processes", "torchrun", "ray"]
+WorkerKind = Literal["auto", "threads", "processes", "torchrun", "ray"]
 """Who runs the stages: threads of this process, processes of this machine, torchrun's ranks, or
 actors of a Ray cluster."""
 

@@ -18,8 +18,8 @@ from penstock.board.activity import STARTING
 from penstock.capture.trees import cloned
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
-from penstock.devices.kind import Kind
-from penstock.devices.settings import Settings
+from penstock.devices.kind import DeviceKind
+from penstock.devices.settings import TorchSettings
 from penstock.engine.hooks import silenced
 from penstock.engine.state import kept
 from penstock.links.wire import SPIN
@@ -51,19 +51,19 @@ class Modes:
     threads: int
     crowded: bool
     keep_freed_memory: bool
-    settings: Settings
+    settings: TorchSettings
     torchvision: bool
 
     @classmethod
     def here(
-        cls, threads: int, workers: int, keep_freed_memory: bool, kind: Kind | None = None
+        cls, threads: int, workers: int, keep_freed_memory: bool, kind: DeviceKind | None = None
     ) -> Modes:
         """Those of this process, for so many workers, and of a kind of device."""
         return cls(
             threads,
             workers > len(os.sched_getaffinity(0)),
             keep_freed_memory,
-            Settings.here(kind),
+            TorchSettings.here(kind),
             tolerates_missing_torchvision_operators(),
         )
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from penstock.devices.allocator import Allocator, keep_freed_memory
 from penstock.devices.choice import Devices
 from penstock.errors import InputError
-from penstock.workers.backend import Backend, DrivenBackend, Kind, Survivors
+from penstock.workers.backend import Backend, DrivenBackend, WorkerKind, Survivors
 from penstock.workers.processes.backend import ProcessBackend
 from penstock.workers.processes.pool import ProcessSurvivors
 from penstock.workers.ranks.backend import RankBackend
@@ -24,7 +24,7 @@ OnFailure = Literal["raise", "replace", "continue"]
 """What happens if a worker process ends: an error; or another one takes its place; or the others
 go on without it."""
 
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(WorkerKind)
 ON_FAILURE: tuple[str, ...] = get_args(OnFailure)
 
 
@@ -45,7 +45,7 @@ class WorkerOptions:
         InputError: an option has no meaning.
     """
 
-    workers: Kind | Ray
+    workers: WorkerKind | Ray
     devices: Devices | None
     timeout: float | None
     allocator: Allocator

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import InputError
 from penstock.links.pickling import Inbox
-from penstock.workers.remembering import Memory
+from penstock.workers.remembering import ModuleMemory
 from penstock.workers.ways import NewWay
 
 
@@ -33,7 +33,7 @@ class ProcessState(ABC):
     patience: float
     tensors: dict[int, torch.Tensor]
     modules: list[nn.Module]
-    memory: Memory
+    memory: ModuleMemory
     inbox: Inbox
     optimizers: dict[int, Optimizer]
 
@@ -41,7 +41,7 @@ class ProcessState(ABC):
         """Have no part of a model and no optimizer, as at the beginning."""
         self.tensors = {}
         self.modules = []
-        self.memory = Memory(self.modules, self.tensors)
+        self.memory = ModuleMemory(self.modules, self.tensors)
         self.inbox = Inbox(self.tensors.__getitem__)
         self.optimizers = {}
 

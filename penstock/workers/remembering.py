@@ -71,7 +71,7 @@ class Found(NamedTuple):
     problem: str = ""
 
 
-class Memory:
+class ModuleMemory:
     """What the modules and hooks of a process held when they came.
 
     Args:
@@ -186,7 +186,7 @@ class Finder:
     tensors: Sequence[torch.Tensor]
 
     def known(self, number: int) -> Any:
-        """The driver's module or tensor of a number that `Memory` has given."""
+        """The driver's module or tensor of a number that `ModuleMemory` has given."""
         return self.modules[number // 2] if number % 2 else self.tensors[number // 2]
 
     def now(self, key: StateKey) -> Any:

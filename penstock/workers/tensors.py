@@ -26,7 +26,7 @@ class Shared:
         is_parameter: whether it is a parameter.
         attributes: those that the user has set on it.
         hooks: of its gradient: those that see it, and those that are called once it is added up.
-        shared: itself, if it is on a device other than the CPU, see `Kind.shared` in `devices/`.
+        shared: itself, if it is on a device other than the CPU, see `DeviceKind.shared`.
     """
 
     number: int

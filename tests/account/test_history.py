@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.account import keeping
 from penstock.account.attribution import Account, account
-from penstock.account.history import ABOUT, History, RunFolder, StepTime, read_run
+from penstock.account.history import ABOUT, History, RunFolder, StepTimes, read_run
 from penstock.account.keeping import Kept
 from penstock.account.record import AUDIT, StepRecord
 from penstock.board.control import SUFFIX, ask
@@ -339,7 +339,7 @@ def test_steps_that_end_together_are_noted_together(monkeypatch: pytest.MonkeyPa
     kept.step(6, 2.5, 1.0, rows=4)
     with pipeline() as pipe:
         times = kept.history(pipe._running.about()).steps
-    assert times[0] == StepTime(
+    assert times[0] == StepTimes(
         step=5,
         at=pytest.approx(101.5),
         steps=5,

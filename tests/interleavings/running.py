@@ -24,7 +24,7 @@ from penstock.devices.kinds import kind_of
 from penstock.plan.decisions import StagePlan
 from penstock.plan.plan import Plan
 from penstock.schedule import placement_of
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 from tests.interleavings.cases import CASES, MICROBATCHES, ROWS, Case
 from tests.support.simulated.detector import Detector
 from tests.support.simulated.hosts import Hosts
@@ -165,7 +165,7 @@ def _weighed(parts: Sequence[Tensor], y: Tensor) -> Tensor:
 
 
 def run(
-    case: Case, turns: AbstractContextManager[None], workers: Kind = "threads"
+    case: Case, turns: AbstractContextManager[None], workers: WorkerKind = "threads"
 ) -> dict[str, Tensor]:
     """Two training steps, an evaluation, weights changed by hand, another training step.
 

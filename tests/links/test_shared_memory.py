@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.links.pickling import Inbox, Outbox, pack, unpack
 from penstock.links.segment import Segment
-from penstock.links.shared_memory import Receiver, Sender, Sink, Source
+from penstock.links.shared_memory import Receiver, Sender, LinkSink, LinkSource
 from penstock.links.wire import Frame, Gone, Wire
 from tests.support.interrupts import drop_interrupted
 
@@ -148,8 +148,8 @@ def test_messages_of_a_dispatch_that_was_given_up_are_thrown_away(ends: Ends) ->
 
 def test_a_link_is_two_ends() -> None:
     forward, back = Ends(), Ends()
-    sink = Sink(forward.sender, back.receiver)
-    source = Source(forward.receiver, back.sender)
+    sink = LinkSink(forward.sender, back.receiver)
+    source = LinkSource(forward.receiver, back.sender)
     x = torch.randn(3, requires_grad=True)
     roots = sink.send(0, (x * 2, torch.ones(2)))
     assert [root is not None for root in roots] == [True, False]

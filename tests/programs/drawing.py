@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from penstock.capture.trees import flatten
 from penstock.schedule import SCHEDULES
-from penstock.workers.backend import Kind as Workers
+from penstock.workers.backend import WorkerKind as Workers
 
 WIDTH = 6
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.account.history import About, Happened, History, StepTime
+from penstock.account.history import About, Happened, History, StepTimes
 from penstock.account.record import CALL, PASS, Interval, StepRecord
 from penstock.board.activity import LOSS, SENDING, code, within
 from penstock.board.memory import Log
@@ -147,7 +147,7 @@ def history_of(made: Made | None = None, steps: int = 60) -> History:
     for step in range(1, steps + 1):
         extra = {1: 1.7 * usual, 41: 3.1 * usual}.get(step, usual * drawn.uniform(0.0, 0.08))
         at += usual + extra
-        times.append(StepTime(step, at, 1, usual + extra, 0.8 * usual, step, usual + extra, 8))
+        times.append(StepTimes(step, at, 1, usual + extra, 0.8 * usual, step, usual + extra, 8))
     saved = Happened(times[40].at - 0.001, 40, "saved a checkpoint") if steps > 41 else None
     description = Description(
         pid=4711,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import penstock as ps
 from penstock.bench.uniform import replicated, uniform_plan
 from penstock.capture.trees import flatten, tree_leaves, unflatten
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 
 Found = dict[str, Tensor]
 """What a script leaves, by name: gradients, parameters, buffers, losses, results."""
@@ -216,7 +216,7 @@ class Penstock(Trainer):
         replicas: how many.
     """
 
-    workers: Kind = "threads"
+    workers: WorkerKind = "threads"
     stages = 2
     replicas = 1
 

@@ -15,7 +15,7 @@ from penstock.board.activity import STARTING, UPDATING
 from penstock.board.memory import Board
 from penstock.capture.calls import Sizes
 from penstock.capture.randomness import Key
-from penstock.devices.settings import Settings
+from penstock.devices.settings import TorchSettings
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
@@ -25,7 +25,7 @@ from penstock.engine.span import MicroBatch
 from penstock.engine.stage import Before
 from penstock.links.local import LocalLink
 from penstock.links.pickling import Packed, unpack
-from penstock.links.shared_memory import Sink, Source
+from penstock.links.shared_memory import LinkSink, LinkSource
 from penstock.links.weights import Weights
 from penstock.plan import Plan
 from penstock.workers.assembly import Assembly, own_casts
@@ -120,7 +120,7 @@ class Build:
         own.empty()
         own.work_on(self.member.device)
         own.place = self.member.place
-        links: dict[int, Sink | Source | LocalLink] = {}
+        links: dict[int, LinkSink | LinkSource | LocalLink] = {}
         for k, (kind, grant) in self.ends.items():
             if kind == "local":
                 links[k] = LocalLink(own.device, own.device)
@@ -229,7 +229,7 @@ class RunPass:
     training: Sequence[bool] | None
     attributes: Packed | None
     forgotten: Sequence[tuple[bool, int]]
-    settings: Settings | None
+    settings: TorchSettings | None
     wanted: Sequence[int] | None = None
     reports_memory: bool = False
     kind: int | None = None

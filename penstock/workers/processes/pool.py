@@ -31,7 +31,7 @@ from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 from penstock.workers.processes.child import COMMAND
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
-from penstock.workers.processes.shared_model import Memory
+from penstock.workers.processes.shared_model import SharedLocation
 
 _GRACE = 3.0  # seconds that workers have to notice that a step was given up
 _READ = 10.0  # seconds that a worker has to read a short message
@@ -155,7 +155,7 @@ class ProcessSurvivors:
     processes: list[_Process] = field(default_factory=list)
     dispatches: int = 0
     grants: int = 0
-    memories: Mapping[int, Memory] = field(default_factory=dict)
+    memories: Mapping[int, SharedLocation] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.processes)

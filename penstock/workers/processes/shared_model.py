@@ -60,7 +60,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Memory:
+class SharedLocation:
     """Where a tensor of the driver is that workers share.
 
     Attributes:
@@ -280,7 +280,7 @@ class SharedModel:
         devices: Sequence[torch.device],
         replicas: int,
         grant: Grant,
-        memories: Mapping[int, Memory] | None = None,
+        memories: Mapping[int, SharedLocation] | None = None,
     ) -> None:
         self.memories = dict(memories or {})
         self._grant = grant
@@ -388,7 +388,7 @@ class SharedModel:
         """
         for tensor in tensors:
             if tensor.device.type != "cpu":
-                own = Memory(tensor, None, place_of(tensor, 0), tensor.data_ptr())
+                own = SharedLocation(tensor, None, place_of(tensor, 0), tensor.data_ptr())
                 self.memories[id(tensor)] = own
         tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         if not tensors:
@@ -398,7 +398,7 @@ class SharedModel:
         for tensor, place, memory in zip(tensors, places, segment.tensors(places), strict=True):
             fill(memory, tensor)
             tensor.data = memory
-            self.memories[id(tensor)] = Memory(tensor, segment, place, memory.data_ptr())
+            self.memories[id(tensor)] = SharedLocation(tensor, segment, place, memory.data_ptr())
 
     def _check(self, tensor: torch.Tensor, place: int) -> None:
         if id(tensor) in self._owners:

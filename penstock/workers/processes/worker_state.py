@@ -26,7 +26,7 @@ from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import DeviceFor, pack, portable, unpack
 from penstock.links.segment import Segment
-from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, Sink, Source
+from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, LinkSink, LinkSource
 from penstock.links.weights import Weights
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.torch_internals import foreach_copy_
@@ -115,7 +115,7 @@ class WorkerState(ProcessState):
         self.kinds: dict[int, Order] = {}
         self.weights: dict[int, Weights] = {}
         self.seen: dict[int, torch.Tensor] = {}
-        self.links: dict[int, Sink | Source | LocalLink] = {}
+        self.links: dict[int, LinkSink | LinkSource | LocalLink] = {}
         self.slots: dict[int, Slot] = {}
         self.options: dict[int, Mapping[str, Any]] = {}
         self.chunks: dict[int, Any] = {}
@@ -443,7 +443,7 @@ class WorkerState(ProcessState):
 
     # -- links ----------------------------------------------------------------------------
 
-    def sink(self, grant: int, weights: Weights | None = None) -> Sink:
+    def sink(self, grant: int, weights: Weights | None = None) -> LinkSink:
         """The earlier stage's end of a link.
 
         Args:
@@ -451,12 +451,12 @@ class WorkerState(ProcessState):
             weights: that cross it.
         """
         sender, receiver = self.ends(self._granted_wire(grant), out=weights)
-        return Sink(sender, receiver)
+        return LinkSink(sender, receiver)
 
-    def source(self, grant: int, weights: Weights | None = None) -> Source:
+    def source(self, grant: int, weights: Weights | None = None) -> LinkSource:
         """The later stage's end, likewise."""
         sender, receiver = self.ends(self._granted_wire(grant), come=weights)
-        return Source(receiver, sender)
+        return LinkSource(receiver, sender)
 
     def _granted_wire(self, grant: int) -> Wire:
         return Wire(socket.socket(fileno=self.granted(grant)))

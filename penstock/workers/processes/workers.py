@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from penstock.cadence import is_power_of_two
 from penstock.capture.attributes import find
 from penstock.devices.kinds import kind_of
-from penstock.devices.settings import Settings
+from penstock.devices.settings import TorchSettings
 from penstock.devices.streams import with_streams
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
@@ -61,7 +61,7 @@ from penstock.workers.processes.jobs import (
 )
 from penstock.workers.processes.parts import Access, OutlivingParts, RemoteParts
 from penstock.workers.processes.pool import ProcessPool, ProcessSurvivors
-from penstock.workers.processes.shared_model import Memory, SharedModel
+from penstock.workers.processes.shared_model import SharedLocation, SharedModel
 from penstock.workers.processes.turns import INTEGER
 from penstock.workers.processes.worker_model import WorkerModel
 from penstock.workers.remembering import Finder, Found, StateKey
@@ -99,7 +99,7 @@ class ProcessWorkers(DrivenWorkers):
         devices: Sequence[torch.device],
         timeout: float,
         modes: Modes,
-        memories: Mapping[int, Memory] | None = None,
+        memories: Mapping[int, SharedLocation] | None = None,
     ) -> None:
         self._places = range(plan.workers_per_replica)
         self.ownership = Ownership(plan.placement, plan.replicas)
@@ -259,7 +259,7 @@ class ProcessWorkers(DrivenWorkers):
             self._passes += 1
             jobs: Sequence[Job] = [] if forgotten else self._brief(order)
             if not jobs:
-                before, self._sent_settings = self._sent_settings, Settings.here(self._accelerator)
+                before, self._sent_settings = self._sent_settings, TorchSettings.here(self._accelerator)
                 self._settings_changed |= self._sent_settings != self._settings
                 passes = [self._pass(k, order, loss, forgotten) for k in self._places]
                 news = [each for p in passes for each in (p.training, p.attributes)]
@@ -338,7 +338,7 @@ class ProcessWorkers(DrivenWorkers):
         for remote in self._remotes:
             remote.check()
         is_same = not any(remote.has_news() for remote in self._remotes)
-        return is_same and Settings.here(self._accelerator) == self._sent_settings
+        return is_same and TorchSettings.here(self._accelerator) == self._sent_settings
 
     def _looks_at_memories(self) -> bool:
         """Whether it is asked after a pass what forwards have left: always, if they ever have.

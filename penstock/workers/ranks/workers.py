@@ -36,7 +36,7 @@ from penstock.errors import InputError
 from penstock.links.link import Gradients
 from penstock.links.local import LocalLink
 from penstock.links.process_group import GroupEnd
-from penstock.links.shared_memory import Giver, Receiver, Sender, Sink, Source, Taker
+from penstock.links.shared_memory import Giver, Receiver, Sender, LinkSink, LinkSource, Taker
 from penstock.links.wire import Wire
 from penstock.plan import Plan
 from penstock.storage.part import Part
@@ -145,7 +145,7 @@ class RankWorkers(Workers):
         self._groups: LinkGroups | None = None
         self._wires: list[Wire] = []
         self._writer: Thread | None = None
-        self._ends: dict[int, Sink | Source | LocalLink] = {}
+        self._ends: dict[int, LinkSink | LinkSource | LocalLink] = {}
         self._deferred = False
         self._passes: Counter[PassKind] = Counter()
         self._several: dict[bool, list[nn.Parameter]] = {}
@@ -211,7 +211,7 @@ class RankWorkers(Workers):
                 self._ends[k] = LocalLink(self._device, self._device)
             elif first + k in mine:
                 takes, gives = self._end(first + k, a == me, wires[first + k], groups)
-                self._ends[k] = Sink(takes, gives) if a == me else Source(gives, takes)
+                self._ends[k] = LinkSink(takes, gives) if a == me else LinkSource(gives, takes)
         count, each = self._plan.replicas, self._plan.workers_per_replica
         if count == 1:
             return None

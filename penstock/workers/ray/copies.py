@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from penstock.capture.equality import same_tensor
 from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
-from penstock.workers.remembering import Memory
+from penstock.workers.remembering import ModuleMemory
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 
 VALUE, GRADIENT, STATE, PART, MEMORY = "value", "gradient", "state", "part", "memory"
@@ -69,7 +69,7 @@ class Holder(Protocol):
 
     tensors: dict[int, torch.Tensor]
     optimizers: dict[int, Optimizer]
-    memory: Memory
+    memory: ModuleMemory
 
     def replaced(self) -> Mapping[int, torch.Tensor]:
         """What forwards have assigned to buffers, by the numbers of these."""

@@ -27,7 +27,7 @@ from penstock.workers.ray.copies import (
 from penstock.workers.ray.pool import ActorPool
 from penstock.workers.ways import modules_of
 
-Memory = Mapping[StateKey, Found]
+ModuleChanges = Mapping[StateKey, Found]
 """What forwards have left in a worker's modules."""
 
 
@@ -126,7 +126,7 @@ class Gathered:
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     states: dict[tuple[int, int], dict[Any, dict[str, Any]]] = field(default_factory=dict)
-    memories: list[Memory] = field(default_factory=list)
+    memories: list[ModuleChanges] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
 
     @classmethod
@@ -196,7 +196,7 @@ def leaves_traces(span: Span) -> bool:
     return bool(span.changing or any(span.memories)) or any(any(own_generators(m)) for m in modules)
 
 
-def without(attributes: AttributeChanges, memory: Memory) -> Memory:
+def without(attributes: AttributeChanges, memory: ModuleChanges) -> ModuleChanges:
     """What forwards have left in modules, but for attributes that the script has set since."""
     return {
         key: found

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.optim import Optimizer
 
 from penstock.board.process import started_at
-from penstock.devices.settings import Settings
+from penstock.devices.settings import TorchSettings
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
 from penstock.links.handshake import Address, Listener, interface_of, this_machine
@@ -286,7 +286,7 @@ class StartPass:
     attributes: Packed | None
     forgotten: Sequence[tuple[bool, int]]
     contents: Mapping[int, torch.Tensor]
-    settings: Settings | None
+    settings: TorchSettings | None
     wanted: Sequence[int] | None = None
     copy: Copy | None = None
 

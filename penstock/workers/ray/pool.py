@@ -22,7 +22,7 @@ from penstock.workers.ray.actor import Actor
 from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.copies import Entries
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
-from penstock.workers.ray.watch import Watch
+from penstock.workers.ray.watch import ClusterWatch
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -172,7 +172,7 @@ class ActorPool(Pool):
         self._bundles = [*taken, *free]
         self.old = range(len(taken))
 
-    def watch(self, nodes: Sequence[str]) -> Watch | None:
+    def watch(self, nodes: Sequence[str]) -> ClusterWatch | None:
         """Watch the cluster, if there are to be as many workers as it has room for.
 
         Args:
@@ -180,7 +180,7 @@ class ActorPool(Pool):
         """
         if self._cluster.options.max is None:
             return None
-        return Watch(self._cluster, nodes, self._cpus, self._reserved[0], self._bundles)
+        return ClusterWatch(self._cluster, nodes, self._cpus, self._reserved[0], self._bundles)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Number the workers anew.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _EVERY = 1.0  # seconds from look to look
 
 
-class Watch:
+class ClusterWatch:
     """Looks now and then how many workers there should be; by a thread that does nothing else.
 
     Args:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from penstock.board.memory import Reading, moved
 from penstock.capture.attributes import named_tensors
-from penstock.devices.settings import Settings
+from penstock.devices.settings import TorchSettings
 from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PenstockError, WorkerDied, closed
 from penstock.links.handshake import new_secret, this_machine
@@ -71,7 +71,7 @@ from penstock.workers.ray.jobs import (
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.parts import ActorParts
 from penstock.workers.ray.pool import ActorPool, ActorSurvivors
-from penstock.workers.ray.watch import Watch
+from penstock.workers.ray.watch import ClusterWatch
 from penstock.workers.remembering import Finder
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.ways import NewWay, modules_of
@@ -131,7 +131,7 @@ class RayWorkers(DrivenWorkers):
         self._leaves_traces = {True: True, False: False}
         self._optimizers = 0
         self._parts: weakref.WeakSet[ActorParts] = weakref.WeakSet()
-        self._watch: Watch | None = None
+        self._watch: ClusterWatch | None = None
         self._ahead = ClockOffset()  # of this clock: that of the first worker
         self._copying: Copying | None = None
         self._holding: dict[int, torch.Tensor] = {}  # for a pass that is run again
@@ -260,7 +260,7 @@ class RayWorkers(DrivenWorkers):
         loss = None if order.loss is None else packed_loss(order.loss, order.what == "train")
         try:
             self._unchanged.check()
-            self._settings_changed |= Settings.here() != self._settings
+            self._settings_changed |= TorchSettings.here() != self._settings
             news = self._news()
             attributes = packed_news(self._following.news(), self._modules)
             training = self._modes()
@@ -314,7 +314,7 @@ class RayWorkers(DrivenWorkers):
             attributes=attributes,
             forgotten=(),
             contents={n: c for n, c in self._holding.items() if n in self._model.at(place)},
-            settings=Settings.here() if self._settings_changed else None,
+            settings=TorchSettings.here() if self._settings_changed else None,
             wanted=None if wanted is None else self._model.numbers(wanted),
         )
 

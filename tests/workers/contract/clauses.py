@@ -28,7 +28,7 @@ import penstock as ps
 from penstock.board.phases import timeline_of
 from penstock.storage.part import Part
 from penstock.training.optimizer import PipelineOptimizer
-from penstock.workers.backend import Backend, Kind, Workers
+from penstock.workers.backend import Backend, WorkerKind, Workers
 from penstock.workers.clipping import Clipping
 from penstock.workers.saving import Portion, SaveOrder
 from tests.support.models import uniform_plan
@@ -46,7 +46,7 @@ from tests.workers.contract.rig import (
     wait_for,
 )
 
-Clause = Callable[[Kind], None]
+Clause = Callable[[WorkerKind], None]
 CLAUSES: dict[str, Clause] = {}
 """By name."""
 
@@ -61,7 +61,7 @@ def clause(function: Clause) -> Clause:
 
 
 @clause
-def what_a_backend_has(kind: Kind) -> None:
+def what_a_backend_has(kind: WorkerKind) -> None:
     backend = backend_of(kind)
     assert list(map(str, backend.devices)) == ["cpu"] * STAGES
     assert backend.threads >= 1
@@ -88,7 +88,7 @@ LAYERS = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
 
 
 @clause
-def a_plan_is_agreed_on(kind: Kind) -> None:
+def a_plan_is_agreed_on(kind: WorkerKind) -> None:
     """It is that of the process that leads; one of another model is refused everywhere."""
     program, other = (ps.capture(nn.Sequential(*layers), (X,)) for layers in (LAYERS, LAYERS[:2]))
     plan, wrong = (uniform_plan(each, STAGES, COUNT) for each in (program, other))
@@ -121,7 +121,7 @@ def fails_everywhere(workers: Backend | Workers, here: bool) -> None:
 
 
 @clause
-def an_operation_fails_everywhere(kind: Kind) -> None:
+def an_operation_fails_everywhere(kind: WorkerKind) -> None:
     with Rig(kind) as rig:
         workers = rig.workers
         for fails in (workers.role.leads, workers.role.has_loss):
@@ -130,7 +130,7 @@ def an_operation_fails_everywhere(kind: Kind) -> None:
 
 
 @clause
-def roles_and_what_all_hear(kind: Kind) -> None:
+def roles_and_what_all_hear(kind: WorkerKind) -> None:
     with Rig(kind) as rig:
         workers, role = rig.workers, rig.workers.role
         with workers.operation("a broadcast"):
@@ -159,7 +159,7 @@ def roles_and_what_all_hear(kind: Kind) -> None:
 
 
 @clause
-def where_the_loss_is_called(kind: Kind) -> None:
+def where_the_loss_is_called(kind: WorkerKind) -> None:
     calls = []
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ def where_the_loss_is_called(kind: Kind) -> None:
 
 
 @clause
-def training_has_the_bits_of_one_device(kind: Kind) -> None:
+def training_has_the_bits_of_one_device(kind: WorkerKind) -> None:
     """Also when the model was changed in place, and in evaluation mode."""
     with Rig(kind) as rig:
         rig.train(2)
@@ -194,7 +194,7 @@ def training_has_the_bits_of_one_device(kind: Kind) -> None:
 
 
 @clause
-def replicas_have_the_bits_of_one_device(kind: Kind) -> None:
+def replicas_have_the_bits_of_one_device(kind: WorkerKind) -> None:
     """Or they are refused before anything runs."""
     backend = backend_of(kind)
     try:
@@ -218,7 +218,7 @@ def replicas_have_the_bits_of_one_device(kind: Kind) -> None:
 
 
 @clause
-def who_works_and_at_what(kind: Kind) -> None:
+def who_works_and_at_what(kind: WorkerKind) -> None:
     """A pass runs before it is waited for, and what members do is seen meanwhile."""
     with Rig(kind) as rig:
         members = rig.workers.members
@@ -243,13 +243,13 @@ def who_works_and_at_what(kind: Kind) -> None:
 
 
 @clause
-def several_passes_are_under_way(kind: Kind) -> None:
+def several_passes_are_under_way(kind: WorkerKind) -> None:
     with Rig(kind) as rig:
         rig.evaluate(*(k * X for k in range(4)))
 
 
 @clause
-def two_batches_wait_for_their_backwards(kind: Kind) -> None:
+def two_batches_wait_for_their_backwards(kind: WorkerKind) -> None:
     """In any order; the one for some parameters leaves the others alone."""
     with Rig(kind, plain) as rig:
         x = X.clone().requires_grad_()
@@ -278,7 +278,7 @@ def plain() -> nn.Module:
 
 
 @clause
-def what_is_forgotten_is_gone(kind: Kind) -> None:
+def what_is_forgotten_is_gone(kind: WorkerKind) -> None:
     with Rig(kind) as rig:
         order, outcome = rig.forward(X)
         rig.workers.forget(order.training, order.number)
@@ -289,7 +289,7 @@ def what_is_forgotten_is_gone(kind: Kind) -> None:
 
 
 @clause
-def every_action_is_timed(kind: Kind) -> None:
+def every_action_is_timed(kind: WorkerKind) -> None:
     with Rig(kind) as rig:
         with rig.workers.operation("a step"):
             ticket = rig.workers.start(replace(rig.order("train"), recorded=True))
@@ -303,7 +303,7 @@ def every_action_is_timed(kind: Kind) -> None:
 
 
 @clause
-def further_ways(kind: Kind) -> None:
+def further_ways(kind: WorkerKind) -> None:
     """Each is taken when it is there; micro-batches of one pass may differ, and so may modes."""
     with Rig(kind, Forked) as rig:
         far = torch.cat([PARTS[0], 100 * PARTS[1], PARTS[2]])
@@ -314,7 +314,7 @@ def further_ways(kind: Kind) -> None:
 
 
 @clause
-def replaced_memory_is_refused_or_used(kind: Kind) -> None:
+def replaced_memory_is_refused_or_used(kind: WorkerKind) -> None:
     with Rig(kind) as rig:
         rig.workers.check()
         rig.train()
@@ -335,7 +335,7 @@ def replaced_memory_is_refused_or_used(kind: Kind) -> None:
 
 
 @clause
-def the_model_is_held(kind: Kind) -> None:
+def the_model_is_held(kind: WorkerKind) -> None:
     """Its parameters are the same objects, gradients are where the stages are."""
     with Rig(kind) as rig:
         named = dict(rig.model.named_parameters())
@@ -369,7 +369,7 @@ def optimizers(rig: Rig, kind: Any, **options: Any) -> list[torch.optim.Optimize
 
 
 @clause
-def an_optimizer_in_parts(kind: Kind) -> None:
+def an_optimizer_in_parts(kind: WorkerKind) -> None:
     """Its steps, what it remembers, and settings that change, are those of a plain one."""
     with Rig(kind) as rig:
         both = optimizers(rig, torch.optim.AdamW, lr=0.01)
@@ -403,7 +403,7 @@ def assert_states(states: list[dict[str, Any]]) -> None:
 
 
 @clause
-def clipping_has_the_bits_of_torch(kind: Kind) -> None:
+def clipping_has_the_bits_of_torch(kind: WorkerKind) -> None:
     drawn = torch.Generator().manual_seed(4)
     with Rig(kind) as rig:
         rig.train()
@@ -432,7 +432,7 @@ def clipping_has_the_bits_of_torch(kind: Kind) -> None:
 
 
 @clause
-def states_of_the_model_and_of_a_copy(kind: Kind) -> None:
+def states_of_the_model_and_of_a_copy(kind: WorkerKind) -> None:
     with Rig(kind) as rig:
         rig.train()
         doubled = copy.deepcopy(rig.model)
@@ -445,7 +445,7 @@ def states_of_the_model_and_of_a_copy(kind: Kind) -> None:
 
 
 @clause
-def a_checkpoint_in_parts(kind: Kind) -> None:
+def a_checkpoint_in_parts(kind: WorkerKind) -> None:
     """Every tensor is in just one of them, at the moment of the save; or they say why not."""
     with Rig(kind) as rig:
         rig.train()
@@ -506,7 +506,7 @@ def noted(part: Part) -> dict[str, Any]:
 
 
 @clause
-def a_pass_that_is_given_up(kind: Kind) -> None:
+def a_pass_that_is_given_up(kind: WorkerKind) -> None:
     """Gradients and statistics are as they were, and nobody can wait for it any more."""
     with Rig(kind) as rig:
         rig.train()
@@ -538,7 +538,7 @@ def enough(rig: Rig) -> None:
 
 
 @clause
-def a_stage_that_fails(kind: Kind) -> None:
+def a_stage_that_fails(kind: WorkerKind) -> None:
     """The error names it, nothing of the pass is left, and the next one is right."""
 
     def bad_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -563,7 +563,7 @@ def a_stage_that_fails(kind: Kind) -> None:
 
 
 @clause
-def a_pass_that_fails_among_others(kind: Kind) -> None:
+def a_pass_that_fails_among_others(kind: WorkerKind) -> None:
     """Those before it end well, those after it do not."""
     with Rig(kind) as rig:
         rig.model.eval()
@@ -580,7 +580,7 @@ def a_pass_that_fails_among_others(kind: Kind) -> None:
 
 
 @clause
-def a_pass_that_takes_too_long(kind: Kind) -> None:
+def a_pass_that_takes_too_long(kind: WorkerKind) -> None:
     """Whoever waits for it hears of that in time. Then all is well again, or closed."""
     with Rig(kind) as rig:
         rig.train()
@@ -598,7 +598,7 @@ def a_pass_that_takes_too_long(kind: Kind) -> None:
 
 
 @clause
-def a_worker_that_ends(kind: Kind) -> None:
+def a_worker_that_ends(kind: WorkerKind) -> None:
     """Where a worker has a process of its own, that is noticed, and nothing goes on."""
     with Rig(kind) as rig:
         assert rig.workers.all_alive()
@@ -614,7 +614,7 @@ def a_worker_that_ends(kind: Kind) -> None:
 
 
 @clause
-def closing(kind: Kind) -> None:
+def closing(kind: WorkerKind) -> None:
     """Once is enough, and often does no harm."""
     with Rig(kind) as rig:
         rig.train()

@@ -20,7 +20,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.objective import Objective
 from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.runner import Runner
-from penstock.workers.backend import Backend, Kind
+from penstock.workers.backend import Backend, WorkerKind
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.placement import place
 from tests.support.models import uniform_plan
@@ -60,7 +60,7 @@ class Forked(nn.Module):
         return self.second(self.first(x).relu())
 
 
-def backend_of(kind: Kind, timeout: float | None = PATIENCE) -> Backend:
+def backend_of(kind: WorkerKind, timeout: float | None = PATIENCE) -> Backend:
     """Two workers of this kind, without a plan."""
     return WorkerOptions(kind, ["cpu"] * STAGES, timeout, "system").backend(False)
 
@@ -89,7 +89,7 @@ class Rig:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: WorkerKind,
         build: Callable[[], nn.Module] = trapped,
         timeout: float = PATIENCE,
         replicas: int = 1,

@@ -13,14 +13,14 @@ from typing import get_args
 
 import pytest
 
-from penstock.workers.backend import Kind
+from penstock.workers.backend import WorkerKind
 from tests.support.actors import lent_actors
 from tests.support.pool import pooled
 from tests.workers.contract.clauses import CLAUSES
 from tests.workers.ranks.launching import Launcher
 
 
-def here(kind: Kind, name: str, launcher: Launcher) -> None:
+def here(kind: WorkerKind, name: str, launcher: Launcher) -> None:
     """In this process."""
     with pooled(again=name != "closing"):
         CLAUSES[name](kind)
@@ -33,19 +33,19 @@ def launched(launcher: Launcher) -> list[dict[str, str]]:
         return launcher.run("contract", Path(folder), seconds=280)
 
 
-def on_ranks(kind: Kind, name: str, launcher: Launcher) -> None:
+def on_ranks(kind: WorkerKind, name: str, launcher: Launcher) -> None:
     """On both ranks, which have run all clauses, one after the other."""
     found = [rank[name] for rank in launched(launcher)]
     assert found == [""] * len(found), "\n\n".join(found)
 
 
-def in_a_cluster(kind: Kind, name: str, launcher: Launcher) -> None:
+def in_a_cluster(kind: WorkerKind, name: str, launcher: Launcher) -> None:
     """In this process, with actors that the clauses use one after the other."""
     with lent_actors(again=name != "closing"):
         CLAUSES[name](kind)
 
 
-KINDS: dict[Kind, Callable[[Kind, str, Launcher], None]] = {
+KINDS: dict[WorkerKind, Callable[[WorkerKind, str, Launcher], None]] = {
     "threads": here,
     "processes": here,
     "torchrun": on_ranks,
@@ -56,9 +56,9 @@ KINDS: dict[Kind, Callable[[Kind, str, Launcher], None]] = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CLAUSES)
-def test_clause(kind: Kind, name: str, launcher: Launcher) -> None:
+def test_clause(kind: WorkerKind, name: str, launcher: Launcher) -> None:
     KINDS[kind](kind, name, launcher)
 
 
 def test_every_kind_is_tested() -> None:
-    assert {*KINDS, "auto"} == set(get_args(Kind))
+    assert {*KINDS, "auto"} == set(get_args(WorkerKind))

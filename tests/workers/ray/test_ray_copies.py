@@ -14,7 +14,7 @@ from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch, JobResult
-from penstock.workers.remembering import Memory, StateKey
+from penstock.workers.remembering import ModuleMemory, StateKey
 from penstock.workers.ray.copies import (
     GRADIENT,
     MEMORY,
@@ -119,7 +119,7 @@ def worker() -> Any:
     layer = nn.Linear(2, 2)
     tensors = dict(enumerate(layer.parameters()))
     optimizer = torch.optim.Adam(layer.parameters())
-    own = SimpleNamespace(tensors=tensors, optimizers={7: optimizer}, memory=Memory([], {}))
+    own = SimpleNamespace(tensors=tensors, optimizers={7: optimizer}, memory=ModuleMemory([], {}))
     numbers = {id(tensor): number for number, tensor in tensors.items()}
     own.remembered = lambda _: {numbers[id(p)]: s for p, s in optimizer.state.items()}
     own.replaced = dict
