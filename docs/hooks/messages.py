@@ -250,7 +250,7 @@ WORDED = (
     ),
     Message(
         *("WorkerDied", "Workers"),
-        "worker … …; the pipeline is closed. Nobody that is left has a copy of what worker … had: "
+        "worker … …; the pipeline is closed. No remaining worker has a copy of what worker … had: "
         "… died as well. So what was trained since the last checkpoint is lost. …",
         "workers/ray/copying.py",
     ),

@@ -69,7 +69,7 @@ class Copying:
         """What every worker had when the last work was done, as some have died.
 
         Raises:
-            WorkerDied: nobody that is left has a copy of what one had.
+            WorkerDied: no remaining worker has a copy of what one had.
         """
         pool, number = self._pool, self._safe
         every = {worker: worker for worker in range(len(self._members))}
@@ -85,7 +85,7 @@ class Copying:
         buddy, died = self._buddies[lost], pool.death_of(lost)
         who = "all workers with the same stages" if buddy in own else f"its buddy, worker {buddy}"
         died.advise(
-            f"Nobody that is left has a copy of what worker {lost} had: {who} died as well. So "
+            f"No remaining worker has a copy of what worker {lost} had: {who} died as well. So "
             "what was trained since the last checkpoint is lost"
         )
         raise died

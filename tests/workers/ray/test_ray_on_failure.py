@@ -502,7 +502,7 @@ def test_a_worker_and_its_buddy_are_both_gone(tmp_path: Path, is_saved: bool) ->
         both(pipe)
         with pytest.raises(ps.WorkerDied, match=words) as caught:
             step(pipe)
-        assert "Nobody that is left has a copy of what worker" in str(caught.value)
+        assert "No remaining worker has a copy of what worker" in str(caught.value)
         with pytest.raises(ps.ClosedError, match="has what was last fetched"):
             step(pipe)
 
