@@ -79,7 +79,7 @@ class Modes:
 
 
 @dataclass(frozen=True)
-class FetchStates:
+class FetchResidents:
     """Values that this worker keeps between passes, by number.
 
     Attributes:
@@ -94,7 +94,7 @@ class FetchStates:
 
 
 @dataclass(frozen=True)
-class DropStates:
+class DropResidents:
     """Let go of values that this worker keeps between passes.
 
     Attributes:
@@ -109,7 +109,7 @@ class DropStates:
 
 
 @dataclass(frozen=True)
-class FetchState:
+class FetchOptimizerState:
     """What this worker's part of an optimizer remembers, by the numbers of parameters."""
 
     number: int
@@ -120,7 +120,7 @@ class FetchState:
 
 
 @dataclass(frozen=True)
-class LoadState:
+class LoadOptimizerState:
     """Let this worker's part of an optimizer remember something else.
 
     Attributes:

@@ -20,7 +20,7 @@ from penstock.errors import BY_USER, InputError, closed
 from penstock.links.pickling import Packed, pack
 from penstock.storage.part import Part
 from penstock.workers.backend import Workers
-from penstock.workers.common_jobs import DropStates, FetchMemory, FetchStates, WritePart
+from penstock.workers.common_jobs import DropResidents, FetchMemory, FetchResidents, WritePart
 from penstock.workers.following import AttributeChanges
 from penstock.workers.memories import Losses, SideEffects
 from penstock.workers.pool import Job, Pool
@@ -80,13 +80,13 @@ class DrivenWorkers(Workers):
     def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
         """Copies of the values that are with the workers."""
         found: list[dict[int, torch.Tensor]] = self._run(
-            [FetchStates(tuple(numbers))] * len(self.members)
+            [FetchResidents(tuple(numbers))] * len(self.members)
         )
         return {number: value for each in found for number, value in each.items()}
 
     def drop_states(self, numbers: Sequence[int]) -> None:
         """Let go of values that stay with the workers."""
-        self._run([DropStates(tuple(numbers))] * len(self.members))
+        self._run([DropResidents(tuple(numbers))] * len(self.members))
 
     @abstractmethod
     def _finders(self) -> list[Finder]:

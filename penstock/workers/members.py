@@ -17,7 +17,7 @@ class Member:
     """A worker's identity in a running pipeline.
 
     Attributes:
-        number: no other member has it, as long as the same workers are there.
+        number: its place among the members of this membership, from 0, in the order of the plan.
         device: its own, as its machine names it.
         place: which of its replica's workers it is, as the plan numbers them.
         replica: whose stages it runs.

@@ -20,7 +20,7 @@ from penstock.workers.optimizer_parts import (
     warn_of_no_gradients,
 )
 from penstock.workers.pool import Job
-from penstock.workers.common_jobs import FetchState, LoadState
+from penstock.workers.common_jobs import FetchOptimizerState, LoadOptimizerState
 from penstock.workers.processes.jobs import Step
 from penstock.workers.processes.journal import (
     Adopt,
@@ -116,7 +116,7 @@ class RemoteParts:
         if self._kept is not None:
             state.update(self._kept)
             return
-        parts = self._access.run([FetchState(self.number)] * len(self._owners))
+        parts = self._access.run([FetchOptimizerState(self.number)] * len(self._owners))
         state.clear()
         state.update(self._named(parts))
 
@@ -134,7 +134,7 @@ class RemoteParts:
         jobs = []
         for place, owned in zip(self._access.places, self._owners, strict=True):
             own = {self._access.shared.number(place, p): state[p] for p in owned if p in state}
-            jobs.append(LoadState(self.number, own))  # type: ignore[arg-type]
+            jobs.append(LoadOptimizerState(self.number, own))  # type: ignore[arg-type]
         self._access.run(jobs)
 
 
@@ -188,7 +188,7 @@ class OutlivingParts(RemoteParts):
     def _forsake(self, found: Sequence[Numbered | None]) -> None:
         """Have copies from now on: a step has put something else in the place of what it shares."""
         self._is_steady, self._is_torn = False, True
-        every = self._access.run([FetchState(self.number)] * len(self._owners))
+        every = self._access.run([FetchOptimizerState(self.number)] * len(self._owners))
         self._state = _owned(self._named(every))
         self._is_torn, self._adopted, self._journals = False, set(), []
 

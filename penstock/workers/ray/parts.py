@@ -14,7 +14,7 @@ from penstock.workers.optimizer_parts import (
     settings_of,
     warn_of_no_gradients,
 )
-from penstock.workers.common_jobs import FetchState, LoadState
+from penstock.workers.common_jobs import FetchOptimizerState, LoadOptimizerState
 from penstock.workers.ray.jobs import Step, TensorChanges
 from penstock.workers.ray.model import DriverModel
 
@@ -84,7 +84,7 @@ class ActorParts:
         """Bring what the parts remember here."""
         found = self._kept
         if found is None:
-            found = self._named(self._run([FetchState(self.number)] * len(self._owners)))
+            found = self._named(self._run([FetchOptimizerState(self.number)] * len(self._owners)))
         state.clear()
         state.update(found)
 
@@ -102,5 +102,5 @@ class ActorParts:
         jobs = []
         for owned in self._owners:
             own = {self._model.number(p): state[p] for p in owned if p in state}
-            jobs.append(LoadState(self.number, own))  # type: ignore[arg-type]
+            jobs.append(LoadOptimizerState(self.number, own))  # type: ignore[arg-type]
         self._run(jobs, changes=True)
