@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.capture.trees import cloned
 from penstock.engine.stage import Before
 from penstock.errors import PenstockError
 from penstock.links.segment import Segment, fill, place_of
@@ -313,12 +314,8 @@ class _Copies:
 def _owned(state: Mapping[Any, Any]) -> State:
     """A copy in memory of this process."""
     return {
-        key: {name: _copied(value) for name, value in own.items()}
+        key: {name: cloned(value) for name, value in own.items()}
         if isinstance(own, Mapping)
-        else _copied(own)
+        else cloned(own)
         for key, own in state.items()
     }
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
