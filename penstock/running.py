@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from msgspec.structs import replace as replace_fields

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from penstock.account.record import AUDIT, CALL, EVALUATION, PASS, StepRecord, partition
-from penstock.account.replay import Durations, WorkerAction, Replay
+from penstock.account.replay import Durations, Replay, WorkerAction
 from penstock.board.phases import TURN, WAIT, WORK
 from penstock.plan.plan import Plan
 from penstock.schedule import Action, Kind, Phase
@@ -406,7 +406,9 @@ class _Pass:
         real = self._real
         now = self._replay.seconds(real)
 
-        def without(work: Mapping[WorkerAction, float], delays: Mapping[WorkerAction, float]) -> float:
+        def without(
+            work: Mapping[WorkerAction, float], delays: Mapping[WorkerAction, float]
+        ) -> float:
             return max(0.0, now - self._replay.seconds(Durations(work, delays)))
 
         known = [(ratio, worker) for worker, ratio in enumerate(speed) if ratio is not None]

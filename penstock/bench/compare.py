@@ -84,7 +84,9 @@ class Penstock:
         train_steps: seconds of every `train_step`, without the optimizer.
     """
 
-    def __init__(self, subject: Subject, workers: WorkerKind, suffix: str = "", **options: Any) -> None:
+    def __init__(
+        self, subject: Subject, workers: WorkerKind, suffix: str = "", **options: Any
+    ) -> None:
         self._inputs, self._target = subject.data()
         self._loss_fn = subject.loss
         model = subject.build().train()

@@ -142,7 +142,9 @@ class Penstock:
         plan: of it.
     """
 
-    def __init__(self, writing: Writing, workers: WorkerKind, stack: ExitStack, plan: ps.Plan) -> None:
+    def __init__(
+        self, writing: Writing, workers: WorkerKind, stack: ExitStack, plan: ps.Plan
+    ) -> None:
         self._writing = writing
         self._pipe = ps.Pipeline(
             *(writing.build(), (), writing.example),
@@ -378,7 +380,9 @@ class Mapping:
         stack: closes the workers.
     """
 
-    def __init__(self, work: Inference, workers: WorkerKind, plan: ps.Plan, stack: ExitStack) -> None:
+    def __init__(
+        self, work: Inference, workers: WorkerKind, plan: ps.Plan, stack: ExitStack
+    ) -> None:
         self.name = f"{OURS[workers]}, m={plan.num_microbatches}"
         self._batches = [(batch,) for batch in work.batches]
         self._pipe = ps.Pipeline(

@@ -81,7 +81,8 @@ class Exchange:
 
     def __call__(self, own: WorkerState) -> list[float]:
         """The seconds of each, where it began."""
-        link, taken = own.links[0], []
+        link: Any = own.links[0]  # the end that `Join` has made
+        taken = []
         payload = torch.zeros(self.size, dtype=torch.uint8)
         for _ in range(WARM_UPS + self.times):
             start = time.perf_counter()

@@ -158,7 +158,9 @@ def _base(worker: int, planned: HeldMemory, plan: Plan) -> float:
     return max(0.0, sum(own) - planned.peak)
 
 
-def _memory_chart(worker: int, memory: HeldMemory, base: float, plan: Plan, seconds: float) -> Chart:
+def _memory_chart(
+    worker: int, memory: HeldMemory, base: float, plan: Plan, seconds: float
+) -> Chart:
     most, limit = base + memory.peak, plan.memory_limit
     is_shown = limit is not None and limit <= _NEAR * most
     top = _ROOM * max(most, limit if is_shown and limit else 0.0, 1.0)

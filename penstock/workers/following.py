@@ -6,7 +6,7 @@ now, and hooks, cannot be followed, and are an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any

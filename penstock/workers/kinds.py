@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from penstock.devices.allocator import Allocator, keep_freed_memory
 from penstock.devices.choice import Devices
 from penstock.errors import InputError
-from penstock.workers.backend import Backend, DrivenBackend, WorkerKind, Survivors
+from penstock.workers.backend import Backend, DrivenBackend, Survivors, WorkerKind
 from penstock.workers.processes.backend import ProcessBackend
 from penstock.workers.processes.pool import ProcessSurvivors
 from penstock.workers.ranks.backend import RankBackend
@@ -90,9 +90,7 @@ class WorkerOptions:
         """Whether others go on if a worker ends."""
         return self.on_failure != "raise"
 
-    def backend(
-        self, allocator_kept: bool, survivors: Survivors | None = None
-    ) -> Backend:
+    def backend(self, allocator_kept: bool, survivors: Survivors | None = None) -> Backend:
         """Workers of this kind, without a plan.
 
         Args:

@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.links.pickling import Inbox, Outbox, pack, unpack
 from penstock.links.segment import Segment
-from penstock.links.shared_memory import Receiver, Sender, LinkSink, LinkSource
+from penstock.links.shared_memory import LinkSink, LinkSource, Receiver, Sender
 from penstock.links.wire import Frame, Gone, Wire
 from tests.support.interrupts import drop_interrupted
 

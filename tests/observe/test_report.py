@@ -192,7 +192,10 @@ def test_what_there_is_to_say_of_the_folder_is_said() -> None:
 
 
 def test_the_median_counts_steps_that_are_told_of_together() -> None:
-    steps = [StepTimes(90, 0.0, 90, 90.0, 80.0, 3, 1.5, 9), StepTimes(91, 1.0, 1, 5.0, 1.0, 91, 5, 1)]
+    steps = [
+        StepTimes(90, 0.0, 90, 90.0, 80.0, 3, 1.5, 9),
+        StepTimes(91, 1.0, 1, 5.0, 1.0, 91, 5, 1),
+    ]
     found = Findings(replaced(HISTORY, steps=steps))
     assert found.step_seconds == 1.0
     assert found.num_steps == 91

@@ -56,8 +56,9 @@ worker processes; in half of the programs stages in threads sleep now and then.
     "unguarded": """## What the audit finds
 
 The guards that compare what a forward reads before each pass are switched off, and some programs
-read module-level variables, which guards cannot see. Each runs for up to 20 steps, first without an audit. What is wrong then runs
-again with one (`audit="auto"`), which has to raise its error before the step is compared.
+read module-level variables, which guards cannot see. Each runs for up to 20 steps, first without an
+audit. What is wrong then runs again with one (`audit="auto"`), which has to raise its error before
+the step is compared.
 """,
 }
 

@@ -17,10 +17,10 @@ from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Workers, timeout_of
+from penstock.workers.common_jobs import Modes
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
-from penstock.workers.common_jobs import Modes
 from penstock.workers.processes.jobs import Enter
 from penstock.workers.processes.pool import ProcessPool, ProcessSurvivors
 from penstock.workers.processes.worker_state import WorkerState

@@ -14,6 +14,7 @@ from penstock.capture.trees import cloned
 from penstock.engine.stage import Before
 from penstock.errors import PenstockError
 from penstock.links.segment import Segment, fill, place_of
+from penstock.workers.common_jobs import FetchOptimizerState, LoadOptimizerState
 from penstock.workers.optimizer_parts import (
     Groups,
     State,
@@ -21,7 +22,6 @@ from penstock.workers.optimizer_parts import (
     warn_of_no_gradients,
 )
 from penstock.workers.pool import Job
-from penstock.workers.common_jobs import FetchOptimizerState, LoadOptimizerState
 from penstock.workers.processes.jobs import Step
 from penstock.workers.processes.journal import (
     Adopt,

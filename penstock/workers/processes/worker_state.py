@@ -26,7 +26,7 @@ from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import DeviceFor, pack, portable, unpack
 from penstock.links.segment import Segment
-from penstock.links.shared_memory import Borrower, Lender, Receiver, Sender, LinkSink, LinkSource
+from penstock.links.shared_memory import Borrower, Lender, LinkSink, LinkSource, Receiver, Sender
 from penstock.links.weights import Weights
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.torch_internals import foreach_copy_

@@ -30,6 +30,7 @@ from penstock.links.segment import Segment
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.backend import Role
+from penstock.workers.common_jobs import Modes
 from penstock.workers.driven import (
     DrivenWorkers,
     bring,
@@ -38,7 +39,6 @@ from penstock.workers.driven import (
     packed_loss,
     packed_news,
 )
-from penstock.workers.common_jobs import Modes
 from penstock.workers.members import members_here
 from penstock.workers.memories import SideEffects, check_memories
 from penstock.workers.optimizer_parts import (
@@ -259,7 +259,10 @@ class ProcessWorkers(DrivenWorkers):
             self._passes += 1
             jobs: Sequence[Job] = [] if forgotten else self._brief(order)
             if not jobs:
-                before, self._sent_settings = self._sent_settings, TorchSettings.here(self._accelerator)
+                before, self._sent_settings = (
+                    self._sent_settings,
+                    TorchSettings.here(self._accelerator),
+                )
                 self._settings_changed |= self._sent_settings != self._settings
                 passes = [self._pass(k, order, loss, forgotten) for k in self._places]
                 news = [each for p in passes for each in (p.training, p.attributes)]

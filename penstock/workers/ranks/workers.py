@@ -36,7 +36,7 @@ from penstock.errors import InputError
 from penstock.links.link import Gradients
 from penstock.links.local import LocalLink
 from penstock.links.process_group import GroupEnd
-from penstock.links.shared_memory import Giver, Receiver, Sender, LinkSink, LinkSource, Taker
+from penstock.links.shared_memory import Giver, LinkSink, LinkSource, Receiver, Sender, Taker
 from penstock.links.wire import Wire
 from penstock.plan import Plan
 from penstock.storage.part import Part

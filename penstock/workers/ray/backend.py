@@ -12,8 +12,8 @@ from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Workers, timeout_of
-from penstock.workers.placement import check_separate
 from penstock.workers.common_jobs import Modes
+from penstock.workers.placement import check_separate
 from penstock.workers.ray.cluster import Cluster
 from penstock.workers.ray.options import Ray
 from penstock.workers.ray.pool import ActorPool, ActorSurvivors

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from penstock.capture.equality import same_tensor
 from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
-from penstock.workers.remembering import ModuleMemory
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
+from penstock.workers.remembering import ModuleMemory
 
 VALUE, GRADIENT, STATE, PART, MEMORY = "value", "gradient", "state", "part", "memory"
 """What is in a copy: of a tensor its value or its gradient; of an optimizer what it remembers of a

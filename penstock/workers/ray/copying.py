@@ -10,10 +10,9 @@ import torch
 
 from penstock.capture.preserve import own_generators
 from penstock.engine.span import Span
+from penstock.workers.following import AttributeChanges
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch
-from penstock.workers.following import AttributeChanges
-from penstock.workers.remembering import Found, StateKey
 from penstock.workers.ray.copies import (
     GRADIENT,
     MEMORY,
@@ -25,6 +24,7 @@ from penstock.workers.ray.copies import (
     Entries,
 )
 from penstock.workers.ray.pool import ActorPool
+from penstock.workers.remembering import Found, StateKey
 from penstock.workers.ways import modules_of
 
 ModuleChanges = Mapping[StateKey, Found]

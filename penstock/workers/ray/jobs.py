@@ -531,7 +531,9 @@ class Fetch:
     gradients: Sequence[int]
     news: TensorChanges
 
-    def __call__(self, own: ActorState) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor | None]]:
+    def __call__(
+        self, own: ActorState
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor | None]]:
         """Return values and gradients (or `None`), by number, after the passes under way."""
         _apply(own, self.news)
         replaced = own.replaced()

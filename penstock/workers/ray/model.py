@@ -13,9 +13,9 @@ from torch import nn
 from penstock.capture.attributes import named_tensors
 from penstock.errors import InputError
 from penstock.links.segment import place_of
-from penstock.workers.tensors import Shared, described, hooks_of_tensors
 from penstock.workers.ray.gradients import GradientElsewhere
 from penstock.workers.ray.jobs import Delivery, TensorChanges
+from penstock.workers.tensors import Shared, described, hooks_of_tensors
 
 _AGAIN = (
     "pipe.fetch() brings all of it here, and pipe.state_dict() does so, too; pipe.save(folder) "

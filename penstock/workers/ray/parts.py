@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.workers.common_jobs import FetchOptimizerState, LoadOptimizerState
 from penstock.workers.optimizer_parts import (
     Groups,
     State,
     settings_of,
     warn_of_no_gradients,
 )
-from penstock.workers.common_jobs import FetchOptimizerState, LoadOptimizerState
 from penstock.workers.ray.jobs import Step, TensorChanges
 from penstock.workers.ray.model import DriverModel
 

@@ -14,7 +14,6 @@ from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch, JobResult
-from penstock.workers.remembering import ModuleMemory, StateKey
 from penstock.workers.ray.copies import (
     GRADIENT,
     MEMORY,
@@ -32,6 +31,7 @@ from penstock.workers.ray.copies import (
 from penstock.workers.ray.copying import Gathered, buddies_of, is_done, may_be_done, without
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.pickled import pickled, unpickled
+from penstock.workers.remembering import ModuleMemory, StateKey
 
 EVERYTHING = (*OF_PASS, *OF_OTHERS)
 
