@@ -21,7 +21,7 @@ from penstock.account.attribution import (
     WAITING,
     WORKING,
     Account,
-    LostTime,
+    Loss,
     account,
     mean_losses,
 )
@@ -277,7 +277,7 @@ class Findings:
         return [_mean(own, sorted({who for each in own for who in each})) for own in every]
 
     @cached_property
-    def losses(self) -> list[LostTime]:
+    def losses(self) -> list[Loss]:
         """What a step would take less without each cause: the means, the largest first."""
         return mean_losses(self.usual)
 
@@ -425,7 +425,7 @@ class Findings:
         return text
 
 
-def where(loss: LostTime) -> str:
+def where(loss: Loss) -> str:
     """Which worker and stage a loss is about, as ` (worker 1, stage 3)`; empty if it is of all."""
     found = []
     if loss.worker is not None:
