@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.workers.ray.pool import cause_of
-from tests.support.actors import have_ray, lent_actors
+from tests.support.actors import lent_actors
 from tests.support.models import uniform_plan
 from tests.support.traps import Trap
 
@@ -217,7 +217,7 @@ def test_without_ray_the_error_says_what_to_install() -> None:
     """In a Python of its own: threads of a Ray that runs here import it at any time."""
     ran = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True)
     assert ran.returncode == 1
-    assert "PenstockError: workers=\"ray\" needs the package ray" in ran.stderr
+    assert 'PenstockError: workers="ray" needs the package ray' in ran.stderr
     assert "pip install 'penstock[ray]'" in ran.stderr
 
 
