@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
@@ -48,6 +49,12 @@ class _Sentences(Dataset[dict[str, torch.Tensor]]):
 
 def _batches() -> DataLoader[dict[str, torch.Tensor]]:
     return DataLoader(_Sentences(), batch_size=ROWS)
+
+
+def _loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of every next token, as the model's own loss is."""
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def language_model() -> Any:
@@ -108,8 +115,7 @@ def with_lightning(model: Any, options: Options) -> Pipeline | None:
             self.net = model
 
         def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            loss: torch.Tensor = self.net(**batch).loss
-            return loss
+            return _loss_of(self.net, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -144,8 +150,7 @@ def with_accelerate(model: Any, options: Options) -> Pipeline | None:
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-3)
     optimizer, loader = accelerator.prepare(optimizer, _batches())
     for batch in loader:
-        loss = prepared(**batch).loss
-        accelerator.backward(loss)
+        accelerator.backward(_loss_of(prepared, batch))
         optimizer.step()
         optimizer.zero_grad()
     return getattr(prepared, "pipe", None)
