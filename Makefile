@@ -103,6 +103,7 @@ figures: $(READY)
 	$(BIN)/python -W ignore -m penstock.bench capture_time --record
 	$(BIN)/python -W ignore -m penstock.bench sums --record
 	$(BIN)/python -W ignore -m penstock.bench starting --record
+	$(BIN)/python -W ignore -m penstock.bench frameworks --record
 	$(BIN)/python -m penstock.bench tables
 
 # The site, into out/site. Building it and reading it need no network.

@@ -29,7 +29,13 @@ from penstock.engine.orders import Order
 from penstock.errors import InputError, PenstockError
 from penstock.links.link import Gradients
 from penstock.runner import Runner
-from penstock.torch_internals import has_tangents, is_batched, is_transformed, will_run
+from penstock.torch_internals import (
+    has_tangents,
+    is_batched,
+    is_transformed,
+    keeps_graph,
+    will_run,
+)
 
 
 def check_untransformed(given: object, parameters: Iterable[torch.Tensor]) -> None:
@@ -58,6 +64,8 @@ def check_untransformed(given: object, parameters: Iterable[torch.Tensor]) -> No
         )
 
 
+_INSTEAD = "add up the losses, and call backward() on the sum, or call the pipeline again"
+_OVER = f"whose activations are gone: call it with retain_graph=True before; or {_INSTEAD}"
 _NOWHERE = -1  # no micro-batch: of what has no gradient here
 
 
@@ -78,6 +86,7 @@ class Passage:
     def __init__(self, runner: Runner, order: Order, differentiable: Sequence[bool]) -> None:
         self._runner = runner
         self._order: Order | None = order
+        self._why_over = _OVER  # if no backward can come from it any more
         self.differentiable = differentiable
         self.gradients: list[list[torch.Tensor | None]] = []
 
@@ -93,23 +102,31 @@ class Passage:
     def backward(self, wanted: Sequence[nn.Parameter] | None) -> dict[int, Gradients]:
         """Run the backward; returns the gradients of the inputs of every micro-batch.
 
+        If autograd keeps its graph for another one, the forward is run again for that.
+
         Args:
             wanted: the parameters whose gradients are computed; `None` for all.
 
         Raises:
-            PenstockError: it ran before.
+            PenstockError: it ran before, and autograd did not keep its graph, or the forward cannot
+                be run again.
+            InputError: it ran before, and parameters have changed since.
         """
         if self._order is None:
             raise PenstockError(
-                "backward ran a second time through the same pipeline call, whose activations "
-                "are gone; call the pipeline again (retain_graph=True has no effect on it)"
+                f"backward ran a second time through the same pipeline call, {self._why_over}"
             )
-        back = self._order.back(dict(enumerate(self.gradients)), ambient(), wanted)
-        steps = self._runner.steps
-        with self._runner.reserved(back), steps.failing():
+        order = self._order
+        back = order.back(dict(enumerate(self.gradients)), ambient(), wanted)
+        runner, forward = self._runner, self._runner.awaiting_backward(order)
+        with runner.reserved(back), runner.steps.failing():
             self._order = None  # unless it was refused
-            gradients = self._runner.run(back).gradients
-            steps.call_hooks(self.loss)
+            gradients = runner.run(back).gradients
+            if forward is not None and keeps_graph():
+                why = runner.retain(forward)
+                self._order = None if why else order
+                self._why_over = f"which cannot go forward again, as {why}: {_INSTEAD}"
+            runner.steps.call_hooks(self.loss)
         return gradients
 
 

@@ -1000,9 +1000,10 @@ class Pipeline:
         """Save by itself every so many training passes, in the background, and on SIGTERM.
 
         It happens as the next pass begins, when the optimizer, schedulers and scalers have done
-        their step: at the first one at which no gradients are being accumulated. `penstock.resume`
-        goes on from there. Errors of a save are raised by the next one, or by `close()`. What comes
-        after the last of them is saved by `save`. Called again, it takes the place of the earlier.
+        their step: at the first one at which no gradients are there that an optimizer has still to
+        use. `penstock.resume` goes on from there. Errors of a save are raised by the next one, or
+        by `close()`. What comes after the last of them is saved by `save`. Called again, it takes
+        the place of the earlier.
 
         When this process gets SIGTERM, the step under way is completed, the run is saved where the
         next one would begin, and `SystemExit(0)` is raised there. Under torchrun all ranks do so at
@@ -1084,8 +1085,13 @@ class Pipeline:
     def _save_if_due(self) -> None:
         """Save before a pass that trains, if that was asked for."""
         if self._autosave is not None:
-            completed = self._runner.counts.completed
-            self._autosave.before_step(completed, self.model, self._workers, self.save)
+            completed, steps = self._runner.counts.completed, self._runner.steps
+            self._autosave.before_step(
+                completed,
+                lambda optimizers: steps.is_accumulating(self.model, optimizers),
+                self._workers,
+                self.save,
+            )
 
     def random_state(self) -> dict[str, int]:
         """Return the state on which the random numbers of the next passes depend.

@@ -19,6 +19,7 @@ from penstock.capture import Key, Program, Ref, Sizes, Trace
 from penstock.capture.blame import lone_row
 from penstock.capture.calls import ambient
 from penstock.capture.cuts import NOTHING, KeptInStages
+from penstock.capture.one_replica import why_no_recomputing
 from penstock.capture.randomness import user_seed
 from penstock.capture.signatures import Inputs
 from penstock.engine.batch import Batch, digest, tokens_of
@@ -91,6 +92,13 @@ _CHANGED = (
 )
 
 
+_CHANGED_SINCE = (
+    "parameters have changed since the backward before this one, which is of the same call of the "
+    "pipeline: with retain_graph=True the forward is run again for the next backward, and would be "
+    "another one. Run all backwards of a call before the optimizer's step"
+)
+
+
 @dataclass(eq=False)
 class Started:
     """A pass that is under way.
@@ -103,6 +111,7 @@ class Started:
         before: what the model was like when it began, if it may have to be run again later.
         end: what has come of it, if that is known before it is asked for.
         is_again: whether other workers had begun it, who are gone.
+        is_retained: whether a backward has come from it, and another one may.
     """
 
     order: Order
@@ -112,6 +121,7 @@ class Started:
     before: _Before | None = None
     end: Outcome | Exception | None = None
     is_again: bool = False
+    is_retained: bool = False
 
     def again(self, workers: Workers) -> AbstractContextManager[None]:
         """While open, modes and buffers are those of when the pass began, if it is repeated."""
@@ -617,13 +627,39 @@ class Runner:
         if number in self._lost:
             held = self._awaiting_backward[number]
             if not self._can_run_again(held):
-                raise InputError(_CHANGED)
+                raise InputError(_CHANGED_SINCE if held.is_retained else _CHANGED)
             held.is_again = True
             order = held.order.changed(again=True, recorded=False)
             self._introduce(order)
             with held.again(self.workers):
                 self.workers.finish(self.workers.start(order))
             self._lost.discard(number)
+
+    def awaiting_backward(self, order: Order) -> Started | None:
+        """The forward of a batch whose backward has still to come."""
+        return self._awaiting_backward.get(order.number)
+
+    def retain(self, forward: Started) -> str:
+        """Have one more backward come from a forward, which is run again for it, then.
+
+        Args:
+            forward: of which a backward has ended.
+
+        Returns:
+            why it would give something else if it were run again, so that no other backward can
+            come from it; empty if it would not.
+        """
+        remembering = sorted(self._program.remembering)
+        if remembering:
+            return f"a forward changes attributes of {remembering[0] or 'the model'!r}"
+        if why := why_no_recomputing(self._program):
+            return why
+        forward.is_retained = True
+        if forward.before is None:
+            forward.before = self.surviving(lambda: self._before(forward.order))
+        self._awaiting_backward[forward.order.number] = forward
+        self._lost.add(forward.order.number)
+        return ""
 
     def _left(self, started: Started) -> None:
         """A pass is not under way any more, however it ended, unless it was given up before."""

@@ -94,6 +94,8 @@ class Steps:
         self._ran: list[_Ran] = []  # since the step before
         self._number = 0  # of the step that comes, from 0 on by this plan
         self._tries = 0  # how many more steps are recorded until there is one without an audit
+        self._trained = 0  # passes that have left gradients
+        self._used: dict[int, int] = {}  # by ids of parameters, at how many an optimizer used these
 
     def use(self, board: Board, plan: Plan, num_workers: int) -> None:
         """Count on this board from now on, and go on where the one before has ended.
@@ -220,8 +222,11 @@ class Steps:
         duration = now - begun
         if order.what == "forward":
             self._forwards[order.number] = duration
-        else:
+        elif order.number in self._forwards or order.what == "train":
             self._end(order, now, duration + self._forwards.pop(order.number, 0))
+        else:  # one more backward of a step that has ended
+            self._trained += 1
+            self.has_trained = True
 
     def _sort_out(self) -> None:
         """Forwards whose results were dropped are no passes of a step."""
@@ -269,6 +274,7 @@ class Steps:
         if self._hooks:
             self._note(now, duration, rows, order.tokens)
         self._number += 1
+        self._trained += 1
         self.has_trained = True
         self._begin_anew(now)
 
@@ -279,6 +285,33 @@ class Steps:
             doing.clear(now)
             if doing.is_idle and thread != self._thread:
                 self._doing.pop(thread, None)
+
+    def note_used(self, optimizer: Optimizer) -> None:
+        """An optimizer has used the gradients of its parameters."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._used.update((id(p), self._trained) for p in parameters)
+
+    def is_accumulating(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
+        """Whether there are gradients that an optimizer has still to use.
+
+        Those that it has used may be there as well, if the script clears them just before its next
+        backward, and so may those of parameters that no optimizer has.
+
+        Args:
+            model: whose gradients.
+            optimizers: that may use them, besides those that have already used some.
+        """
+        listed = {
+            id(p) for own in optimizers for group in own.param_groups for p in group["params"]
+        }
+        has_optimizer = self._used.keys() | listed
+        for parameter in model.parameters():
+            if parameter.grad is None or self._used.get(id(parameter)) == self._trained:
+                continue
+            is_used = not has_optimizer or id(parameter) in has_optimizer
+            if is_used and bool(parameter.grad.any()):
+                return True
+        return False
 
     def _is_planned(self, order: Order) -> bool:
         """Whether a batch has the size for which the plan was made."""
@@ -403,8 +436,9 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
         if found is None or own is None or not found.is_here:
             return
         found.exit(OPTIMIZER)
-        if found.has_trained and _steps_parameters_of(own, optimizer):
+        if _steps_parameters_of(own, optimizer):
             found.has_trained = False
+            found.note_used(optimizer)
 
     handles = [
         register_optimizer_step_pre_hook(begins),

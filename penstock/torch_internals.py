@@ -102,6 +102,11 @@ def will_run(node: Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that is running was asked to keep its graph, for another one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let autograd take a tensor for one that was changed so often."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -21,6 +21,7 @@ NAMES = (
     "attribution",
     "small",
     "starting",
+    "frameworks",
     "surviving",
     "watched",
     "pictures",

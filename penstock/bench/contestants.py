@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.bench.turns import Contestant, timed
+from penstock.bench.turns import UNAUDITED, Contestant, timed
 from penstock.capture import ROWS, Program, capture
 from penstock.capture.trees import flatten, unflatten
 from penstock.devices.choice import existing_devices, threads_per_worker
@@ -130,7 +130,9 @@ class Field:
     def pipeline(self, name: str, chosen: Plan) -> Contestant:
         """A pipeline that follows a plan."""
         program, task = self._own_program(), self.task
-        pipe = Pipeline(program.model, devices=self.devices, program=program, plan=chosen)
+        pipe = Pipeline(
+            program.model, devices=self.devices, program=program, plan=chosen, audit=UNAUDITED
+        )
         self._stack.callback(pipe.close)
         optimizer = pipe.optimizer(torch.optim.SGD, lr=RATE)
         inner: list[float] = []

@@ -202,7 +202,11 @@ def _repeats(
 
 def _notes(field: Field, allocator: str) -> list[str]:
     """What a reader of the tables should know."""
-    notes = [f"allocator: {allocator}"]
+    notes = [
+        f"allocator: {allocator}",
+        "pipelines are not audited (audit=None): audits come in the first steps, of which all that "
+        "are measured here would be",
+    ]
     if not field.plan().is_worth_it:
         notes.append("the plan predicts that one device alone is faster than any split of this")
     return notes

@@ -32,7 +32,7 @@ from penstock.bench import record
 from penstock.bench.peers.peer import PeerProcesses, Place
 from penstock.bench.peers.torch_pipelining import torch_pipelining
 from penstock.bench.peers.workload import Workload
-from penstock.bench.turns import Contestant, take_turns
+from penstock.bench.turns import UNAUDITED, Contestant, take_turns
 from penstock.bench.uniform import uniform_plan
 from penstock.devices.cores import use_threads
 from penstock.display.tables import Row, aligned
@@ -227,7 +227,12 @@ def pipeline(stages: int, workers: WorkerKind, stack: ExitStack) -> Callable[[],
     program = ps.capture(model, (x,))
     chosen = uniform_plan(program, stages, MICROBATCHES)
     pipe = ps.Pipeline(
-        model, devices=["cpu"] * stages, program=program, plan=chosen, workers=workers
+        model,
+        devices=["cpu"] * stages,
+        program=program,
+        plan=chosen,
+        workers=workers,
+        audit=UNAUDITED,
     )
     stack.callback(pipe.close)
 

@@ -29,7 +29,7 @@ from penstock.bench.peers.workload import Workload
 from penstock.bench.record import machine
 from penstock.bench.rpc_report import PLAIN, STEPPED, TUTORIAL, RpcReport
 from penstock.bench.subjects import images, resnet50, tutorial_cut
-from penstock.bench.turns import Contestant, Ticker, measure, timed, warm_up
+from penstock.bench.turns import UNAUDITED, Contestant, Ticker, measure, timed, warm_up
 from penstock.capture import capture
 from penstock.devices.allocator import keep_freed_memory
 from penstock.display.figures import require_matplotlib
@@ -156,7 +156,14 @@ def _penstock(settings: RpcSettings, stack: ExitStack, progress: Progress) -> It
         program = capture(model, (inputs,))
         costs = costs or profile(program, devices=_WORKERS, progress=progress)
         chosen = plan(costs, num_microbatches=count, replicas=1)
-        pipe = Pipeline(model, devices=_WORKERS, program=program, plan=chosen, workers="processes")
+        pipe = Pipeline(
+            model,
+            devices=_WORKERS,
+            program=program,
+            plan=chosen,
+            workers="processes",
+            audit=UNAUDITED,
+        )
         stack.callback(pipe.close)
         optimizer = pipe.optimizer(torch.optim.SGD, lr=_RATE)
         for way in (PLAIN, STEPPED):

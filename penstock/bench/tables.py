@@ -29,6 +29,7 @@ PAGES = (
     "docs/watching.md",
     "docs/generation.md",
     "docs/launching.md",
+    "docs/frameworks.md",
 )
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
@@ -337,6 +338,25 @@ def starting(report: dict[str, Any]) -> str:
     )
 
 
+def frameworks(report: dict[str, Any]) -> str:
+    """Milliseconds of a framework's step on one core, and how many times as long others take."""
+    titles = {"transformers": "Trainer", "lightning": "Lightning", "accelerate": "Accelerate"}
+    names = [row["name"] for row in report["models"][0]["rows"]]
+    lines = [f"| | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    plans = []
+    for found in report["models"]:
+        first, *others = found["rows"]
+        ratios = [f"{r['to_one_core']:.2f}x ± {r['to_one_core_spread']:.2f}" for r in others]
+        cells = [titles[found["model"]], f"{1e3 * first['median']:.0f} ms", *ratios]
+        lines.append(f"| {' | '.join(cells)} |")
+        said = {row["plan"]: row["name"] for row in others if row["plan"]}
+        plans += [f"- {cells[0]}, {name}: {plan}." for plan, name in said.items()]
+    rounds = ", ".join(map(str, {found["settings"]["rounds"] for found in report["models"]}))
+    return "\n".join(
+        [*lines, "", *plans, "", f"Medians of {rounds} processes in turns. {_where(report)}"]
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": compare,
     "capture_time": capture_time,
@@ -346,6 +366,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "watched": watched,
     "generation": generation,
     "starting": starting,
+    "frameworks": frameworks,
 }
 
 

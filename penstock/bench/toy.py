@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.bench.contestants import RATE
-from penstock.bench.turns import Contestant, measure, timed, warm_up
+from penstock.bench.turns import UNAUDITED, Contestant, measure, timed, warm_up
 from penstock.pipeline import Pipeline
 from penstock.workers.thread_pool import ThreadPool
 
@@ -78,7 +78,9 @@ def run_toy(devices: Sequence[str], repeats: int = 5) -> ToyResult:
             optimizer.step()
 
     with ExitStack() as stack:
-        pipe = Pipeline(model, (inputs,), devices=devices, num_microbatches=1, replicas=1)
+        pipe = Pipeline(
+            model, (inputs,), devices=devices, num_microbatches=1, replicas=1, audit=UNAUDITED
+        )
         stack.callback(pipe.close)
         threads, first = pipe.threads_per_worker, torch.device(devices[0])
         alone = ThreadPool([first], threads, abort=lambda: None, reset=lambda: None)

@@ -12,6 +12,9 @@ from typing import Any, Protocol
 from penstock.display.terminal import Progress
 
 AUDITED = 20  # first steps, which Penstock audits
+UNAUDITED = None
+"""`audit=` of pipelines of which few steps are measured: all of these would be audited, which takes
+less than 0.5 % of a training."""
 
 Tick = Callable[[str], None]
 """Called before every turn, with who has it."""

@@ -111,8 +111,10 @@ class Run:
         return is_alive(self.description.pid, self.description.started)
 
     def readings(self) -> dict[int, Reading]:
-        """What the records on its board say now, by the numbers of workers."""
-        return dict(zip(self.description.recorded, self.board.readings(), strict=True))
+        """What the records on its board say now, by the numbers of this machine's workers."""
+        found = dict(zip(self.description.recorded, self.board.readings(), strict=True))
+        here = {w.number for w in self.description.workers if w.host == self.description.host}
+        return {number: reading for number, reading in found.items() if number in here}
 
     @property
     def pids(self) -> set[int]:

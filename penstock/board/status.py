@@ -280,8 +280,10 @@ class _Pace:
 
 
 def _here(worker: Worker, description: Description) -> Process:
-    found = process_of(worker.pid)
-    return found if worker.host == description.host else Process(0, 0, found.state)
+    """What is known here of the process of a worker that is seen: a far one has answered."""
+    if worker.host == description.host:
+        return process_of(worker.pid)
+    return Process(0, 0, "running")
 
 
 def _median(durations: Sequence[int]) -> float | None:

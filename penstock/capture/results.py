@@ -10,7 +10,6 @@ rows are enough for pieces, and take the least memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
@@ -35,6 +34,7 @@ from penstock.capture.calls import (
     function_name,
 )
 from penstock.capture.dims import Varying
+from penstock.capture.distinct import with_distinct_rows
 from penstock.capture.trees import leaf_paths, leaves_of, tree_leaves
 from penstock.torch_internals import BatchNorm
 
@@ -51,8 +51,10 @@ class _Made(IntFlag):
     NOTHING = 0
     ROWS = 1
     """The rows of the batch, or how many there are."""
-    CHANCE = 2
-    """Random numbers, a state that every call changes, or the statistics of a BatchNorm."""
+    DRAWS = 2
+    """Random numbers."""
+    STATE = 4
+    """A state that every call changes, or the statistics of a BatchNorm."""
 
 
 def joined(
@@ -75,17 +77,24 @@ def joined(
         points: sizes that the model takes; the first two differ in their rows alone.
         make: makes what runs the trace; `None` if there are no values to compare.
         known: the leaves of the result that it gives at the first of the points.
-        other: the trace of the other mode. What it is known to do with rows counts where random
-            numbers or BatchNorm keep this one from being compared.
+        other: the trace of the other mode. What it is known to do with rows counts where BatchNorm
+            keeps this one from being compared, and where random numbers do if both make the same
+            calls.
     """
     made = _what_makes(model, trace, varying)
     found = [_by_sizes(trace, leaf, made) for leaf in trace.outputs]
     names = _names(trace)
-    open_ones = [k for k, f in enumerate(found) if f.compare and not f.by_chance]
+    helps = other is not None and _does_alike(trace, other)
+    exact_ones, drawn_ones = {}, {}
+    for k, each in enumerate(found):
+        if each.compare and not each.varies:
+            exact_ones[k] = each.join.dim or 0
+        elif each.varies == _Made.DRAWS and not (helps and _is_alike(trace, other, k)):
+            drawn_ones[k] = each.join.dim or 0
     verdicts: dict[int, bool] = {}
-    if make is not None and open_ones:
-        dims = {k: found[k].join.dim or 0 for k in open_ones}
-        verdicts = _Comparison(trace, varying, inputs, points[0], make, known).of(dims)
+    if make is not None:
+        comparison = _Comparison(trace, varying, inputs, points[0], make, known)
+        verdicts = comparison.of(exact_ones) | comparison.of_drawn(drawn_ones)
     joins = []
     for k, each in enumerate(found):
         join, verdict = each.join, verdicts.get(k)
@@ -109,6 +118,11 @@ def _is_alike(trace: Trace, other: Trace | None, leaf: int) -> bool:
     return mine == theirs and mine is not None
 
 
+def _does_alike(trace: Trace, other: Trace) -> bool:
+    """Whether two traces make the same calls, as those of both modes do but for what they draw."""
+    return [call.target for call in trace.calls] == [call.target for call in other.calls]
+
+
 def _shape(trace: Trace, leaf: object) -> Any:
     info = trace.info(leaf) if isinstance(leaf, (Ref, Attribute)) else None
     return info.shape if isinstance(info, TensorInfo) else None
@@ -122,13 +136,13 @@ class _Found:
         join: how it may be put together.
         compare: whether that has to be compared.
         exact: whether it has one entry a row.
-        by_chance: whether comparing says nothing.
+        varies: with what it varies besides the inputs.
     """
 
     join: Join
     compare: bool = False
     exact: bool = False
-    by_chance: bool = False
+    varies: _Made = _Made.NOTHING
 
 
 def _by_sizes(trace: Trace, leaf: object, made: dict[Value, _Made]) -> _Found:
@@ -153,7 +167,7 @@ def _by_sizes(trace: Trace, leaf: object, made: dict[Value, _Made]) -> _Found:
     if not isinstance(size, Size) or any(names.count(ROWS) != 1 for _, names in size.terms):
         return _Found(Join(why=f"which has {size} entries in dimension {dim}"))
     exact = size.terms == ((1, (ROWS,)),)
-    return _Found(Join(dim), True, exact, bool(made[leaf] & _Made.CHANCE))
+    return _Found(Join(dim), True, exact, made[leaf] & ~_Made.ROWS)
 
 
 def _names(trace: Trace) -> list[str]:
@@ -190,7 +204,7 @@ def _what_makes(model: nn.Module, trace: Trace, varying: Varying) -> dict[Value,
         return made[value] | written
 
     for attribute in trace.attributes:
-        note(attribute, _Made.ROWS | _Made.CHANCE if attribute.name in changed else _Made.NOTHING)
+        note(attribute, _Made.ROWS | _Made.STATE if attribute.name in changed else _Made.NOTHING)
     for leaf, axes in enumerate(varying.axes):
         has_rows = any(axis.name == ROWS for axis in axes.values())
         note(Ref(INPUTS, leaf), _Made.ROWS if has_rows else _Made.NOTHING)
@@ -211,9 +225,9 @@ def _own(model: nn.Module, call: Call, changed: set[str]) -> _Made:
     sizes = (x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Size))
     what = _Made.ROWS if any(size.grows_with(ROWS) for size in sizes) else _Made.NOTHING
     if call.random:
-        what |= _Made.CHANCE | _Made.ROWS
+        what |= _Made.DRAWS | _Made.ROWS
     if not changed.isdisjoint(call.hidden) or _normalises_batches(model, call):
-        what |= _Made.CHANCE
+        what |= _Made.STATE
     return what
 
 
@@ -269,46 +283,131 @@ class _Comparison:
                 break
         return verdicts
 
+    def of_drawn(self, dims: Mapping[int, int]) -> dict[int, bool]:
+        """Whether each piece's part stays the same when the other piece is another one.
+
+        That shows for results that are made with random numbers: batches of the same size draw the
+        same ones. It does not show what depends on the place of a row.
+
+        Args:
+            dims: as for `of`.
+        """
+        if not dims:
+            return {}
+        for rows in sorted({1, self.sizes[ROWS]}):
+            for apart in (True, False):
+                try:
+                    return self.when_exchanged(rows, dims, apart)
+                except Exception:
+                    continue
+        return {}
+
     def with_rows(self, rows: int, dims: Mapping[int, int]) -> dict[int, bool]:
-        """The same for pieces of so many rows, in either order: one may happen to be sorted."""
-        replay = self.make()
+        """The same for pieces of so many rows; as they are if the model refuses distinct ones."""
+        try:
+            return self.when_apart(rows, dims, True)
+        except Exception:
+            return self.when_apart(rows, dims, False)
 
-        def given(*pieces: int) -> Sequence[Any]:
-            batch = self.varying.rows_of(self.inputs, self.sizes, (rows, rows), pieces)
-            return leaves_of(replay(batch), self.trace.output_structure)
+    def when_apart(self, rows: int, dims: Mapping[int, int], apart: bool) -> dict[int, bool]:
+        """The same with both pieces in either order: one may happen to be sorted.
 
+        Args:
+            rows: of each piece.
+            dims: as for `of`.
+            apart: change rows that are alike.
+        """
+        batch = self.batch(rows, apart)
+        results = self.results(rows, batch)
+        is_known = bool(self.known) and self.is_given(rows, batch)
         with torch.no_grad():
-            parts = [{k: results[k] for k in dims} for results in (given(0), given(1))]
+            parts = [{k: found[k] for k in dims} for found in (results(0), results(1))]
             bound = _bound(self.trace, any(x.is_cuda for x in parts[0].values()))
             verdicts = dict.fromkeys(dims, True)
             for one, other in ((0, 1), (1, 0)):
-                is_known = one < other and self.knows_first(2 * rows)
-                whole = self.known if is_known else given(one, other)
+                whole = self.known if is_known and one < other else results(one, other)
                 for k, dim in dims.items():
                     same = _is_joined(whole[k], (parts[one][k], parts[other][k]), dim, bound)
                     verdicts[k] = verdicts[k] and same
         return verdicts
 
-    def knows_first(self, rows: int) -> bool:
-        """Whether the known result is that of so many of the inputs' own first rows."""
+    def when_exchanged(self, rows: int, dims: Mapping[int, int], apart: bool) -> dict[int, bool]:
+        """Whether each half of a result stays when the other piece of the batch is exchanged."""
+        results = self.results(rows, self.batch(rows, apart))
+        with torch.no_grad():
+            both = results(0, 1)
+            halves = [
+                {k: both[k].chunk(2, dim)[half] for k, dim in dims.items()} for half in (0, 1)
+            ]
+            bound = _bound(self.trace, any(x.is_cuda for x in halves[0].values()))
+            verdicts = dict.fromkeys(dims, True)
+            for half in (0, 1):
+                twice = results(half, half)
+                for k, dim in dims.items():
+                    part = twice[k].chunk(2, dim)[half]
+                    same = _is_joined(halves[half][k], (part,), dim, bound)
+                    verdicts[k] = verdicts[k] and same
+        return verdicts
+
+    def batch(self, rows: int, apart: bool) -> list[Any]:
+        """Inputs of two pieces of so many rows, the second after the first."""
+        batch = self.varying.rows_of(self.inputs, self.sizes, (rows, rows), (0, 1))
+        return with_distinct_rows(batch, self.varying.batch_dims) if apart else batch
+
+    def results(self, rows: int, batch: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+        """What gives the leaves of the result for pieces of a batch, by their numbers."""
+        replay = self.make()
+        sizes = {**self.sizes, ROWS: 2 * rows}
+
+        def of(*pieces: int) -> Sequence[Any]:
+            chosen = self.varying.rows_of(batch, sizes, (rows, rows), pieces)
+            return leaves_of(replay(chosen), self.trace.output_structure)
+
+        return of
+
+    def is_given(self, rows: int, batch: Sequence[Any]) -> bool:
+        """Whether the known result is that of this batch: of the inputs' own first rows."""
         there = self.varying.sizes(self.inputs)[ROWS]
-        return bool(self.known) and self.sizes[ROWS] == rows <= there
+        if not self.sizes[ROWS] == 2 * rows <= there:
+            return False
+        own = self.varying.rows_of(self.inputs, self.sizes, (rows, rows), (0, 1))
+        pairs = zip(own, batch, strict=True)
+        return all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
 def _is_joined(whole: torch.Tensor, pieces: Sequence[torch.Tensor], dim: int, bound: float) -> bool:
-    """Whether pieces that follow one another are the whole, up to rounding."""
+    """Whether pieces that follow one another are the whole, up to rounding.
+
+    Rounding is a share of the largest number in the same column, across the rows, or in a usual
+    column if that is larger. Columns of one number, such as those that a mask fills with -1e9, are
+    no usual ones.
+    """
     merged = torch.cat(list(pieces), dim)
     if merged.shape != whole.shape or not (whole.is_floating_point() or whole.is_complex()):
         return torch.equal(merged, whole)
     if torch.equal(merged, whole):  # also if they are empty
         return True
-    scale = whole.abs().max().item()
-    if math.isfinite(scale):  # the usual case, in few passes over what may be large
-        apart = merged.sub_(whole)
-        apart = apart.abs() if apart.is_complex() else apart.abs_()
-        return bool((apart <= bound * scale).all())
-    atol = bound * whole.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return torch.allclose(merged, whole, rtol=0.0, atol=atol, equal_nan=True)
+    merged, whole = (_columns(x, dim) for x in (merged, whole))
+    scale = whole.abs().amax(0)
+    if not scale.isfinite().all():  # unusual: those that are numbers are compared
+        odd = ~whole.isfinite()
+        if not torch.allclose(merged[odd], whole[odd], rtol=0.0, atol=0.0, equal_nan=True):
+            return False
+        merged, whole = merged.masked_fill(odd, 0.0), whole.masked_fill(odd, 0.0)
+        scale = whole.abs().amax(0)
+    varies = (whole != whole[:1]).any(0) | (merged != whole[:1]).any(0)
+    if not varies.any():
+        return True
+    usual = scale[varies].median()
+    return bool(((merged - whole).abs() <= bound * scale.maximum(usual)).all())
+
+
+def _columns(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Entries along a dimension as rows of real numbers, in float32 at least."""
+    rows = values.movedim(dim, 0).reshape(values.shape[dim], -1)
+    if rows.is_complex():
+        rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
+    return rows if rows.element_size() >= 4 else rows.float()
 
 
 def _bound(trace: Trace, on_gpu: bool) -> float:

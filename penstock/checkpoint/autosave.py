@@ -6,12 +6,12 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import nn
+from torch.optim import Optimizer
 
 from penstock.checkpoint.batches import Batches
 from penstock.checkpoint.checkpoint import Checkpoint, Running, load
@@ -21,6 +21,8 @@ from penstock.storage.folder import INDEX
 from penstock.workers.backend import Workers
 
 _Save = Callable[..., object]
+_Accumulates = Callable[[Sequence[Optimizer]], bool]
+_MANY = 100  # passes after which it is said that nothing could be saved
 _PAUSE = 0.05  # seconds between two looks
 _HEARS = 5.0  # seconds in which all that a launcher asks to stop hear of it
 
@@ -49,6 +51,7 @@ class Autosave:
         self._last = trained
         self._sigterm: Sigterm | None = None
         self._is_on = True
+        self._is_said = False  # that nothing is saved
 
     def on_sigterm(self, ask: Callable[[], bool], grace: float) -> None:
         """Save and end the run on SIGTERM.
@@ -70,15 +73,18 @@ class Autosave:
         if self._sigterm is not None and not self._sigterm.leaving:
             self._sigterm.remove()
 
-    def before_step(self, trained: int, model: nn.Module, workers: Workers, save: _Save) -> None:
-        """Save, if it is time and no gradients are there, which would not be saved.
+    def before_step(
+        self, trained: int, accumulates: _Accumulates, workers: Workers, save: _Save
+    ) -> None:
+        """Save, if it is time and no gradients are being accumulated, which would not be saved.
 
         All processes that run the script decide the same: by numbers that all of them have.
 
         Args:
             trained: passes that have trained and ended well so far.
-            model: whose gradients.
-            workers: who trains it.
+            accumulates: says whether there are gradients that one of these optimizers, or one that
+                has made a step before, has still to use.
+            workers: who trains the model.
             save: `Pipeline.save`.
 
         Raises:
@@ -89,8 +95,9 @@ class Autosave:
         is_time = trained // self._every != self._last // self._every
         if not self._is_on or not (is_time or stops):
             return
-        accumulates = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
-        if any(workers.all_gather("autosave", accumulates)):
+        optimizers = [thing for thing in self._things.values() if isinstance(thing, Optimizer)]
+        if any(workers.all_gather("autosave", accumulates(optimizers))):
+            self._warn_if_late(trained)
             return
         self._last = trained
         if stops and self._sigterm is not None:
@@ -105,6 +112,19 @@ class Autosave:
             save(self._folder, background=False, **undone)
         if stops:
             self._end(trained, workers)
+
+    def _warn_if_late(self, trained: int) -> None:
+        """Say once that nothing has been saved for long."""
+        if self._is_said or trained < self._last + self._every + max(self._every, _MANY):
+            return
+        self._is_said = True
+        warnings.warn(
+            f"autosave(every={self._every}) has not saved since pass {self._last} of {trained}: "
+            "before every pass since there were gradients that no optimizer has used, which a "
+            "checkpoint does not have. It saves after a step of the optimizer, or where gradients "
+            "are cleared",
+            stacklevel=6,
+        )
 
     def _end(self, trained: int, workers: Workers) -> NoReturn:
         """End this process, with code 0 if it is one of those that were asked to."""

@@ -500,17 +500,15 @@ class Workers(ABC):
     def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
         """While open, a pass that is run again finds this in buffers of the model.
 
-        It does not count as a change to autograd, nor is it one.
+        Afterwards they are as before. It does not count as a change to autograd, nor is it one.
         """
-        changed = [(buffer, was) for buffer, was in contents if not same_tensor(buffer, was)]
-        present = [(buffer, buffer.detach().clone()) for buffer, _ in changed]
+        wanted = list(contents)
+        present = [(buffer, buffer.detach().clone()) for buffer, _ in wanted]
         try:
-            for buffer, content in changed:
-                buffer.data.copy_(content)
+            _have(wanted)
             yield
         finally:
-            for buffer, content in present:
-                buffer.data.copy_(content)
+            _have(present)
 
     def remembered(self) -> SideEffects:
         """As `left`, as it was after the last pass, although a worker has died.
@@ -634,3 +632,10 @@ class Workers(ABC):
     @abstractmethod
     def close(self) -> None:
         """Dismiss the workers, and wait until they are gone."""
+
+
+def _have(contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write into tensors what they do not have yet."""
+    for tensor, content in contents:
+        if not same_tensor(tensor, content):
+            tensor.data.copy_(content)

@@ -198,6 +198,46 @@ def a_call_with_gradients_set_off(call: Call, model: nn.Module, x: torch.Tensor)
     return [z, h]
 
 
+def two_backwards_of_one_call(call: Call, model: nn.Module, x: torch.Tensor) -> Tensors:
+    z, h = call(x)
+    z.square().sum().backward(retain_graph=True)
+    (z.sum() * 2 + h.square().sum()).backward()
+    return []
+
+
+def three_backwards_of_one_loss(call: Call, model: nn.Module, x: torch.Tensor) -> Tensors:
+    loss = call(x)[0].square().sum()
+    for keeps in (True, True, False):
+        loss.backward(retain_graph=keeps)
+    return []
+
+
+def grads_of_one_call_and_its_backward(call: Call, model: nn.Module, x: torch.Tensor) -> Tensors:
+    """As methods do that balance the gradients of several losses."""
+    z, h = call(x)
+    losses = [z.square().sum(), h.sum()]
+    found = [torch.autograd.grad(each, model.a.weight, retain_graph=True)[0] for each in losses]
+    (losses[0] + 2 * losses[1]).backward()
+    return list(found)
+
+
+def another_pass_between_two_backwards(call: Call, model: nn.Module, x: torch.Tensor) -> Tensors:
+    z, _ = call(x)
+    z.square().sum().backward(retain_graph=True)
+    backward(call, model, x + 1)
+    with torch.no_grad():
+        call(x - 1)
+    z.sum().backward()
+    return []
+
+
+def one_backward_more_than_is_needed(call: Call, model: nn.Module, x: torch.Tensor) -> Tensors:
+    """It may keep its graph for nothing."""
+    call(x)[0].square().sum().backward(retain_graph=True)
+    backward(call, model, x)
+    return []
+
+
 def backward_under_no_grad(call: Call, model: nn.Module, x: torch.Tensor) -> Tensors:
     loss = call(x)[0].square().sum()
     with torch.no_grad():
@@ -264,6 +304,8 @@ USES = [
     *(the_loss_uses_parameters, two_steps_add_up, two_calls_in_one_loss, two_calls_and_grad),
     *(a_call_upon_a_call, a_call_under_no_grad, a_call_in_inference_mode),
     *(a_call_with_gradients_set_off, backward_under_no_grad, hooks_of_results, hooks_of_inputs),
+    *(two_backwards_of_one_call, three_backwards_of_one_loss, grads_of_one_call_and_its_backward),
+    *(another_pass_between_two_backwards, one_backward_more_than_is_needed),
     *(results_changed_in_place, a_frozen_half, frozen_before_the_backward, in_evaluation_mode),
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -337,6 +379,90 @@ def test_bits_of_the_plain_loop() -> None:
 
     assert same(list(found), run_with_threads(loop, 1))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Draws(nn.Module):
+    """Dropout and a BatchNorm, in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 5), nn.BatchNorm1d(5)
+        self.drop, self.b = nn.Dropout(0.5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.b(self.drop(self.norm(self.a(x)).relu()))
+        return found
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_backwards_of_one_call_draw_the_same_and_count_rows_once(
+    workers: Any, replicas: int
+) -> None:
+    """The forward that is run again has the same masks, and moves no running statistics."""
+    torch.manual_seed(3)
+    model, x = Draws(), torch.randn(6, 4).double()
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {"devices": ["cpu", "cpu"], "num_microbatches": 2, "audit": None}
+    if replicas == 1:
+        options |= {"cuts": ["drop"]}
+    with (
+        ps.Pipeline(model, (x,), workers=workers, replicas=replicas, **options) as ours,
+        ps.Pipeline(twin, (x,), workers=workers, replicas=replicas, **options) as theirs,
+    ):
+        out = ours(x)
+        for keeps in (True, False):
+            out.square().sum().backward(retain_graph=keeps)
+        state = theirs.random_state()
+        theirs(x).square().sum().backward()
+        moved = [buffer.clone() for buffer in twin.buffers()]
+        theirs.load_random_state(state)
+        theirs(x).square().sum().backward()
+        assert ours.random_state() == theirs.random_state()
+        assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        assert all(map(torch.equal, model.buffers(), moved))
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+@pytest.mark.parametrize("own", [True, False])
+def test_weights_that_change_between_two_backwards(workers: Any, own: bool) -> None:
+    x = integers(7, 4)
+    with make(Whole(), x, workers) as pipe:
+        kind, lr = torch.optim.SGD, 1.0
+        optimizer = pipe.optimizer(kind, lr=lr) if own else kind(pipe.parameters(), lr=lr)
+        loss = pipe(x)[0].sum()
+        loss.backward(retain_graph=True)
+        before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+        optimizer.step()
+        with pytest.raises(ps.InputError, match="parameters have changed since the backward"):
+            loss.backward()
+        assert same(before, [p.grad for p in pipe.parameters() if p.grad is not None])
+        backward(pipe, pipe.model, x)
+
+
+class Reads(nn.Module):
+    """Reads a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        found: torch.Tensor = self.b(self.a(x) * self.count)
+        return found
+
+
+def test_a_forward_that_would_find_another_buffer_goes_back_once() -> None:
+    x = torch.randn(6, 4)
+    with make(Reads(), x, "threads") as pipe:
+        loss = pipe(x).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(ps.PenstockError, match=r"forward changes 'count'.*add up the losses"):
+            loss.backward()
 
 
 def hooked() -> tuple[nn.Module, list[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.bench import compare, links, sleeping, starting
+from penstock.bench import compare, frameworks, links, sleeping, starting
 from penstock.bench.subjects import subjects
 from penstock.schedule import SCHEDULES, Costs, build
 from penstock.simulate import simulate
@@ -76,6 +76,17 @@ def test_starts_are_timed_part_by_part(tmp_path: Path) -> None:
         assert parts.keys() - plain.keys() == {"penstock", "pipeline"}
         whole = sum(parts.values())
         assert starting.until_first_step(parts) == pytest.approx(whole - parts["second step"])
+
+
+@pytest.mark.slow
+def test_frameworks_train_the_same_with_penstock(tmp_path: Path) -> None:
+    arguments = ["--only", "accelerate", "--rounds", "2", "--json", str(tmp_path / "x.json")]
+    assert frameworks.main(arguments) == 0
+    (found,) = json.loads((tmp_path / "x.json").read_text())["models"]
+    one, *others = found["rows"]
+    assert [row["name"] for row in others] == [frameworks.ALL_CORES, *frameworks.KINDS]
+    assert all(row["loss"] == pytest.approx(one["loss"], rel=1e-3) for row in others)
+    assert [bool(row["plan"]) for row in others] == [False, True, True]
 
 
 @pytest.mark.slow

@@ -189,6 +189,16 @@ def test_a_start_ends_with_the_first_step() -> None:
     assert "Medians of 3 starts in turns" in found
 
 
+def test_a_framework_is_compared_with_itself_on_one_core() -> None:
+    plain = {"median": 0.4, "to_one_core": 1.0, "to_one_core_spread": 0.0, "plan": ""}
+    ours = {**plain, "to_one_core": 0.6, "to_one_core_spread": 0.01, "plan": "2 replicas"}
+    rows = [{"name": "one core", **plain}, {"name": "threads", **ours}]
+    model = {"model": "transformers", "rows": rows, "settings": {"rounds": 3}}
+    found = tables.frameworks({**ORIGIN, "models": [model]})
+    assert "| Trainer | 400 ms | 0.60x ± 0.01 |" in found
+    assert "- Trainer, threads: 2 replicas." in found
+
+
 def test_memory_is_in_mebibytes() -> None:
     sizes = [{"live": k << 20, "resident": (k + 1) << 20} for k in (3, 5, 7)]
     row = dict(zip(("capture", "step", "row"), sizes, strict=True))

@@ -59,6 +59,98 @@ def test_not_while_gradients_are_accumulated(tmp_path: Path) -> None:
     assert len(again.seen) == EPOCHS * ROWS // 2 - 2
 
 
+Clears = Callable[[Any, Callable[[], None]], None]
+
+
+def clears_before_backward(optimizer: Any, backward: Callable[[], None]) -> None:
+    optimizer.zero_grad()
+    backward()
+    optimizer.step()
+
+
+def clears_to_zero_before_backward(optimizer: Any, backward: Callable[[], None]) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("style", [clears_before_backward, clears_to_zero_before_backward])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_gradients_that_an_optimizer_has_used_are_no_obstacle(
+    tmp_path: Path, style: Clears, own: bool, kind: Any
+) -> None:
+    """`zero_grad()` between forward and backward is as usual as after the step."""
+
+    def go(folder: Path, steps: int) -> dict[str, torch.Tensor]:
+        run = Run(folder, workers=kind)
+        optimizer = torch.optim.Adam(run.pipe.parameters(), lr=0.1)
+        things = {"optimizer": run.optimizer if own else optimizer}
+        with run.pipe as pipe:
+            done = ps.load(folder).batches if ps.resume(folder, pipe, **things) == {} else 0
+            pipe.autosave(folder, every=2, **things)
+            for k in range(done, steps):
+                x = torch.full((2, 4), float(k))
+                loss = F.mse_loss(pipe(x), x)
+                style(things["optimizer"], loss.backward)
+            return {n: t.detach().clone() for n, t in pipe.state_dict().items()}
+
+    go(tmp_path / "run", 5)
+    assert ps.load(tmp_path / "run").batches == 4
+    assert_equal("weights", go(tmp_path / "run", 7), go(tmp_path / "whole", 7))
+
+
+def test_gradients_of_what_no_optimizer_has_are_no_obstacle(tmp_path: Path) -> None:
+    """As with a head that is trained on a body whose parameters nobody froze."""
+    run = Run(tmp_path)
+    *body, head = run.pipe.model.children()
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    with run.pipe as pipe:
+        pipe.autosave(tmp_path, every=1, optimizer=optimizer)
+        for k in range(3):
+            x = torch.full((2, 4), float(k))
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert any(p.grad is not None for part in body for p in part.parameters())
+    assert ps.load(tmp_path).batches == 2
+
+
+def test_gradients_of_a_second_optimizer_are_one(tmp_path: Path) -> None:
+    """One that makes a step less often."""
+    run = Run(tmp_path)
+    first, *others = run.pipe.model.children()
+    often = torch.optim.SGD(first.parameters(), lr=0.1)
+    seldom = torch.optim.SGD([p for part in others for p in part.parameters()], lr=0.1)
+    with run.pipe as pipe:
+        pipe.autosave(tmp_path, every=1, often=often, seldom=seldom)
+        for k in range(6):
+            x = torch.full((2, 4), float(k))
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+            for optimizer, each in ((often, 1), (seldom, 3)):
+                if k % each == each - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert ps.load(tmp_path).batches == 3
+
+
+def test_a_run_that_cannot_be_saved_is_told_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.checkpoint.autosave._MANY", 3)
+    run = Run(tmp_path)
+    x = torch.ones(2, 4)
+    with run.pipe as pipe:
+        pipe.autosave(tmp_path, every=1)
+        for _ in range(4):
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        with pytest.warns(UserWarning, match="has not saved since pass 0 of 4") as said:
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        for _ in range(4):
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)  # it is said once
+    assert said[0].filename == __file__
+
+
 def test_a_save_of_ones_own_is_after_the_batch_in_hand(tmp_path: Path) -> None:
     run = Run(tmp_path / "auto", every=100)
     with run.pipe:
@@ -118,7 +210,7 @@ def test_it_can_be_ended(tmp_path: Path) -> None:
     with run.pipe:
         for trained in range(4, 13):
             save = partial(_noted, saved, trained)
-            auto.before_step(trained, run.pipe.model, run.pipe._workers, save)
+            auto.before_step(trained, lambda found: False, run.pipe._workers, save)
             if trained == 10:
                 auto.remove()
     assert saved == [6, 9]
@@ -179,7 +271,7 @@ def test_the_last_save_is_tried_again_if_an_earlier_one_had_failed(tmp_path: Pat
             pytest.warns(UserWarning, match="the quota was reached. It is saved once more"),
             pytest.raises(SystemExit),
         ):
-            auto.before_step(7, run.pipe.model, run.pipe._workers, save)
+            auto.before_step(7, lambda found: False, run.pipe._workers, save)
     assert asked == [False, False]
 
 

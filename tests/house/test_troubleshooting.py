@@ -106,7 +106,7 @@ MISTAKES: dict[str, Mistake] = {
     "LBFGS": lambda pipe, x, y: pipe.optimizer(torch.optim.LBFGS),
     "checkpoint": lambda pipe, x, y: ps.load("nowhere"),
     "plan": lambda pipe, x, y: ps.Pipeline(pipe.model, (x,), plan="nowhere.json"),
-    "twice": lambda pipe, x, y: [out.sum().backward(retain_graph=True) for out in [pipe(x)] * 2],
+    "twice": lambda pipe, x, y: [out.sum().backward() for out in [pipe(x)] * 2],
     "width": lambda pipe, x, y: pipe(x[:, :3]),
 }
 

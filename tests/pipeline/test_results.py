@@ -144,6 +144,98 @@ def test_what_would_be_another_result_is_refused(what: str, rows: int) -> None:
         assert torch.equal(whole(x), pipe(x))
 
 
+DUMMIES = {"zeros": torch.zeros(8, 6), "ones": torch.ones(8, 6), "twos": torch.full((2, 6), 2.0)}
+
+
+@pytest.mark.parametrize("dummy", DUMMIES)
+@pytest.mark.parametrize("what", ["reversed", "sorted", "centred", "a share of the batch"])
+def test_rows_of_an_example_that_are_alike_hide_nothing(what: str, dummy: str) -> None:
+    """As those of `torch.zeros` are, of which every order is the same."""
+    function, x, why = REFUSED[what]
+    _, pipe = pipeline(function, x, example=DUMMIES[dummy])
+    with pipe, pytest.raises(ps.InputError, match=why):
+        pipe(x)
+
+
+def test_rows_of_an_example_that_are_alike_are_put_together() -> None:
+    model, pipe = pipeline(lambda m, x, z: z, X, example=torch.zeros(4, 6))
+    with pipe:
+        assert close(model(X), pipe(X))
+
+
+class Tokens(nn.Module):
+    """Embeds ids and masks some, perhaps in reverse order."""
+
+    def __init__(self, reverse: bool, entries: int = 10) -> None:
+        super().__init__()
+        self.table = nn.Embedding(entries, 4)
+        self.reverse = reverse
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = self.table(ids) * mask[..., None]
+        return found.flip(0) if self.reverse else found
+
+
+@pytest.mark.parametrize("id", [0, 7])
+def test_ids_of_an_example_that_are_alike_hide_nothing(id: int) -> None:
+    ids, mask = torch.full((4, 5), id), torch.ones(4, 5, dtype=torch.int64)
+    reverse, forward = (ps.capture(Tokens(each), (ids, mask)) for each in (True, False))
+    assert reverse.train.joins[0].mixes
+    assert not forward.train.joins[0].why
+
+
+def test_a_table_of_one_entry_takes_ids_of_an_example_as_they_are() -> None:
+    """Other ids do not exist."""
+    program = ps.capture(Tokens(False, 1), (torch.zeros(4, 5, dtype=torch.int64), torch.ones(4, 5)))
+    assert not program.train.joins[0].why
+
+
+@pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min, float("-inf")])
+@pytest.mark.parametrize("what", ["reversed", "sorted", "centred"])
+def test_a_masked_column_hides_nothing(what: str, fill: float) -> None:
+    """However large its numbers are."""
+    function, x, why = REFUSED[what]
+
+    def masked(z: torch.Tensor) -> torch.Tensor:
+        return z.masked_fill(torch.arange(4) == 1, fill)
+
+    _, pipe = pipeline(lambda m, x, z: masked(function(m, x, z)), x)
+    with pipe, pytest.raises(ps.InputError, match=why):
+        pipe(x)
+    model, pipe = pipeline(lambda m, x, z: masked(z), x)
+    with pipe:
+        assert close(model(x), pipe(x))
+
+
+@pytest.mark.parametrize("what", ["reversed", "sorted", "centred", "summed up", "two views"])
+def test_dropout_in_both_modes_hides_nothing(what: str) -> None:
+    function, x, _ = REFUSED[what]
+    _, pipe = pipeline(lambda m, x, z: function(m, x, F.dropout(z, 0.1)), x)
+    with pipe, pytest.raises(ps.InputError, match="depend on the other rows"):
+        pipe(x)
+
+
+def test_dropout_in_both_modes_is_put_together() -> None:
+    _, pipe = pipeline(lambda m, x, z: F.dropout(z, 0.1), X)
+    with pipe:
+        assert pipe(X).shape == (8, 4)
+
+
+def test_what_training_alone_does_with_rows_shows() -> None:
+    """The evaluation, which is compared where dropout hides it, does something else."""
+
+    def mixed(m: nn.Module, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        z = F.dropout(z, 0.1, m.training)
+        return z * 0.9 + z.flip(0) * 0.1 if m.training else z
+
+    _, pipe = pipeline(mixed, X)
+    with pipe:
+        with pytest.raises(ps.InputError, match="depend on the other rows"):
+            pipe(X)
+        pipe.eval()
+        assert pipe(X).shape == (8, 4)
+
+
 def test_a_result_is_named_in_the_error() -> None:
     _, pipe = pipeline(lambda m, x, z: {"f": z, "more": (z, z @ z.t())}, X)
     with pipe, pytest.raises(ps.InputError, match=r"float32\[BxB\] as result\['more'\]\[1\]"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -231,16 +232,19 @@ class Actor:
         """The copy of this number of what a worker has, if it is here; runs beside the jobs."""
         return pickled(self._state.copies.copy_of(worker, number))
 
-    def look(self) -> tuple[str, Reading]:
-        """The stack of the thread that does jobs, and what the rank is doing; runs beside them."""
+    def look(self) -> tuple[str, Reading, int]:
+        """The stack of the thread that does jobs, and what the rank is doing; runs beside them.
+
+        Last comes the time now, in nanoseconds of the clock by which the reading has its times.
+        """
         try:
             rank = self._state.rank
         except PenstockError:
-            return "starting", Reading.nothing()
+            return "starting", Reading.nothing(), time.monotonic_ns()
         frame = sys._current_frames().get(self._thread)
         stack = traceback.format_stack(frame)[-_FRAMES:] if frame else []
         said = [*rank.stacks().values(), "".join(stack).rstrip()]
-        return "\n".join(said), rank.reading()
+        return "\n".join(said), rank.reading(), time.monotonic_ns()
 
 
 def _unsent(error: Exception, worker: int) -> BaseException:

@@ -17,8 +17,9 @@ _detaches = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 class GradientElsewhere(torch.Tensor):
     """The gradient of a parameter in the script's model, when a worker of the cluster has it.
 
-    It has the shape and the dtype of the gradient. Dropping it or setting it to zero does so there;
-    anything else is an error that says what to call instead.
+    It has the shape and the dtype of the gradient. Dropping it or setting it to zero does so there,
+    and `any()` is whether it was not set to zero since; anything else is an error that says what to
+    call instead.
 
     Attributes:
         is_zeroed: whether it was set to zero since that was last sent to the worker.
@@ -62,6 +63,8 @@ class GradientElsewhere(torch.Tensor):
             return None if isinstance(args[0], (list, tuple)) else args[0]
         if func in _detaches:
             return args[0]
+        if func is torch.ops.aten.any.default:
+            return torch.tensor(not args[0].is_zeroed)
         raise InputError(
             f"{func.__name__.split('.')[0]}: this gradient is with a worker of the Ray cluster, "
             "and the script has only its shape. Use pipe.clip_grad_norm_ and "

@@ -106,12 +106,28 @@ class Listen:
     def __call__(self, own: ActorState) -> tuple[Address, int]:
         """Give the address, and the port of the store, if there is one."""
         own.worker = self.worker
-        own.listener = Listener(os.environ.get(LISTEN, self.host) if self.host else None)
+        listens = os.environ.get(LISTEN, self.host) if self.host else None
+        own.listener = Listener(listens)
         address = own.listener.address._replace(host=self.host or "")
         if not self.has_store:
             return address, 0
-        own.store = TCPStore(self.host or "127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        own.store = store_on(listens or "127.0.0.1")
         return address, own.store.port
+
+
+def store_on(host: str) -> TCPStore:
+    """A store on a free port of this address alone; by itself it would listen on all of them."""
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, (address, *_) = found[0]
+    listening = socket.create_server((address, 0), family=family)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),  # which is the store's own from now on
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.board.activity import Activity
@@ -467,7 +467,10 @@ class ActorPool(Pool):
         return self.board.reading(worker).activity
 
     def look(self, workers: Sequence[int]) -> dict[int, tuple[str, Reading]]:
-        """The stacks of workers, and what they are doing; of those that say so within seconds."""
+        """The stacks of workers, and what they are doing; of those that say so within seconds.
+
+        When they began that is in the time of this machine.
+        """
         if self._closed_because or not self._actors:
             return {}
         found = {}
@@ -479,7 +482,9 @@ class ActorPool(Pool):
             ready, _ = ray().wait([*asked], num_returns=len(asked), timeout=_LOOK)
             for ref in ready:
                 with suppress(Exception):
-                    found[asked[ref]] = ray().get(ref)
+                    stack, reading, its_now = ray().get(ref)
+                    apart = time.monotonic_ns() - its_now if reading.since else 0
+                    found[asked[ref]] = stack, replace(reading, since=reading.since + apart)
         return found
 
     def describe(self, workers: Sequence[int]) -> dict[int, str]:

@@ -670,11 +670,12 @@ class RayWorkers(DrivenWorkers):
 
     def status(self) -> Mapping[int, Reading]:
         """What members are doing; those on other machines are asked, and have two seconds."""
-        found = dict(super().status())
-        far = [number for number, near in enumerate(self._is_near) if not near]
+        found = super().status()
+        readings = {number: found[number] for number, near in enumerate(self._is_near) if near}
+        far = [number for number in found if number not in readings]
         if far:
-            found |= {number: reading for number, (_, reading) in self._pool.look(far).items()}
-        return found
+            readings |= {number: reading for number, (_, reading) in self._pool.look(far).items()}
+        return readings
 
     def wanted(self) -> int | None:
         """How many workers there should be now, by `Ray.min` and `Ray.max`."""
@@ -687,7 +688,9 @@ class RayWorkers(DrivenWorkers):
         for parts in self._parts:
             parts.keep()
         model = self._model
-        for values, found in self._fetched(model.stale_at, model.with_gradients, _LEAVE):
+        size = sum({id(t): t.nbytes for _, t in named_tensors(self._whole)}.values())
+        patience = _LEAVE + 2 * size / _RATE  # weights and gradients
+        for values, found in self._fetched(model.stale_at, model.with_gradients, patience):
             model.have(values)
             model.have_real_gradients(found)
         self._is_brought = True
@@ -699,17 +702,17 @@ class RayWorkers(DrivenWorkers):
             try:
                 if not self._is_brought:
                     self.bring()
-            except PenstockError:
+            except PenstockError as error:
                 self._copying = copying  # one had died, and nobody had noticed
+                if copying is None:
+                    _warn_of_loss(error)
             else:
                 self._pool.run([Leave()] * len(self.members), _LEAVE)
         if self._pool.can_go_on and self._copying is not None:
             try:
                 self.remembered().bring()
             except WorkerDied as death:
-                warnings.warn(
-                    f"what was trained is lost as the pipeline is closed: {death}", stacklevel=2
-                )
+                _warn_of_loss(death)
 
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
@@ -743,6 +746,10 @@ class _At:
     def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
         """The names of tensors by their numbers, out of those by their ids."""
         return self._model.names(names)
+
+
+def _warn_of_loss(error: PenstockError) -> None:
+    warnings.warn(f"what was trained is lost as the pipeline is closed: {error}", stacklevel=2)
 
 
 def _idle(own: ActorState) -> None:
