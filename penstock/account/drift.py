@@ -52,7 +52,7 @@ class Drift:
         return not 1 / _NOTABLE <= self.ratio <= _NOTABLE
 
     @property
-    def is_worth_telling(self) -> bool:
+    def has_news(self) -> bool:
         """Whether a step takes another time than predicted, or another plan would be faster."""
         return self.is_notable or self.better is not None
 
