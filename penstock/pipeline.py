@@ -868,7 +868,7 @@ class Pipeline:
         workers = self._workers
         status = status_of(self._running.description, workers.status(), workers.board.counted())
         found = drift(self.accounts(), self.plan)
-        notes = [str(found)] if found is not None and found.is_notable else []
+        notes = [str(found)] if found is not None and found.has_news else []
         notes += self._sessions_note()
         return replace(status, notes=(*notes, *self._runner.steps.kept.latest()))
 

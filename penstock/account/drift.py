@@ -51,6 +51,11 @@ class Drift:
         """Whether a step takes much longer, or much less long, than predicted."""
         return not 1 / _NOTABLE <= self.ratio <= _NOTABLE
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a step takes another time than predicted, or another plan would be faster."""
+        return self.is_notable or self.better is not None
+
     def __str__(self) -> str:
         took, said = show_seconds(self.measured_seconds), show_seconds(self.predicted_seconds)
         parts = [f"a step takes {took}, {self.ratio:.2f} times the predicted {said}"]
@@ -118,7 +123,8 @@ def _better(
 
     What was considered was predicted with the overhead of an action that the profile has. Here it
     is what the workers lost to it, over the actions of one. What steps take beyond that, other
-    plans would take as well.
+    plans would take as well. A single slow worker counts as that: what was considered does not say
+    how much each plan gives it. `replan` measures and cuts again.
     """
     actions = 2 * plan.num_microbatches / plan.replicas
     lost = statistics.median(

@@ -26,6 +26,14 @@ def why_one_replica(program: Program) -> str:
     return reason and f"There is one replica, as {reason}, so its forwards come one after another."
 
 
+def why_in_turns(program: Program) -> str:
+    """Why several replicas of a model wait for each other: a sentence; empty if they do not."""
+    reason = _reason(program)
+    return reason and (
+        f"Replicas run one micro-batch after the other where {reason}. replicas=1 may be faster."
+    )
+
+
 def why_no_recomputing(program: Program) -> str:
     """Why replicas of a model cannot recompute; empty if they can."""
     modules = dict(program.model.named_modules())

@@ -6,7 +6,7 @@ depend on which of them is faster:
 
 *Gradients.* A replica computes those of a micro-batch apart from `.grad`. `OrderedSum` adds them
 there in the order of micro-batches, as one device does, through autograd's own accumulation. Who is
-early keeps them, and goes on.
+early keeps those of one micro-batch, and goes on until the next backward.
 
 *What modules remember*, such as BatchNorm's running statistics. Such a module is called for one
 micro-batch after the other (`Turns`). Everything else runs at the same time.
@@ -104,11 +104,15 @@ class OrderedSum:
         while self._early and self.turns.has_come(self._early[0][0]):
             self._add(*self._early.popleft())
 
-    def add_pending(self) -> None:
+    def add_kept(self) -> None:
         """Add what was kept, each in its turn; waits for these."""
         while self._early:
             self.turns.wait(self._early[0][0])
             self._add(*self._early.popleft())
+
+    def add_pending(self) -> None:
+        """The same at the end of a replica's part of a pass."""
+        self.add_kept()
         self._aliases.clear()
 
     @contextmanager
@@ -559,7 +563,7 @@ class ReplicaStage(SummedStage):
         super().__init__(index, source, sink, self._sum)
         self.norms = common.norms
         self._common = common
-        self._replica = replica
+        self._shares_evenly = len(set(replica.weights)) == 1
 
     def begin(
         self,
@@ -579,6 +583,17 @@ class ReplicaStage(SummedStage):
 
     def clear_batchnorms(self) -> None:
         """Others may still watch them."""
+
+    def backward(self, microbatch: int) -> None:
+        """Run the backward, when what the one before has left is added.
+
+        So a replica that is early keeps the gradients of one micro-batch at most. With equal shares
+        all replicas have the same order of actions: what is waited for, another replica does before
+        it comes to this one. With others it might come after something that waits for this replica.
+        """
+        if self._shares_evenly:
+            self._sum.add_kept()
+        super().backward(microbatch)
 
     def forward(self, microbatch: int) -> None:
         """Run the spans; modules that remember something wait for their turns."""

@@ -134,10 +134,8 @@ def _reduced(profile: Profile, size: float, homes: Sequence[str]) -> float:
     """Seconds in which so many bytes of gradients are summed over these devices."""
     if len(homes) < 2:
         return 0.0
-    links = [
-        profile.links.get(f"{a}>{b}", Link())
-        for a, b in zip(homes, (*homes[1:], homes[0]), strict=True)
-    ]
+    ring = zip(homes, (*homes[1:], homes[0]), strict=True)
+    links = [profile.link(one, other) for one, other in ring]
     slowest = Link(
         latency_seconds=max(link.latency_seconds for link in links),
         bytes_per_second=min(link.bytes_per_second or ADDED_PER_SECOND for link in links),
@@ -174,6 +172,28 @@ def chain_seconds(size: float, replicas: int, share: int, link: Link, adding: fl
     hops = 2 * replicas - 3  # of the last bucket, after all others have left the first replica
     last = hops * (bucket / speed + link.latency_seconds)
     return 2 * size / speed + share * size / adding + last
+
+
+def gathering_seconds(
+    size: float, replicas: int, share: int, link: Link, adding: float, seconds: float
+) -> float:
+    """Seconds that a step takes longer as gradients are added on the first replica's device.
+
+    Each of the others sends the gradients of every micro-batch there. The last ones of all come
+    after the backwards, at the same time; those before them travel meanwhile, if there is time.
+
+    Args:
+        size: bytes of gradients of a micro-batch.
+        replicas: how many there are.
+        share: how many micro-batches each runs.
+        link: to the first replica's device, the slowest.
+        adding: bytes that are added there in a second.
+        seconds: that the passes take.
+    """
+    others = (replicas - 1) * size
+    arriving = others / link.bytes_per_second if link.bytes_per_second else 0.0
+    late = max(arriving, share * arriving - seconds)
+    return late + link.latency_seconds + others / adding
 
 
 def adding_seconds(sizes: Sequence[float], replicas: int, adding: float) -> float:

@@ -47,7 +47,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.problem import check_feasible
 from penstock.plan.replicated import Devices, divisions
 from penstock.plan.request import Limits, Request
-from penstock.plan.shares import dealt
+from penstock.plan.shares import Sums, rows_of_replicas
 from penstock.plan.stages import microbatch_counts, orders_of
 from penstock.profile.data import Link, Profile
 from penstock.units import show_bytes
@@ -131,13 +131,14 @@ class _Case:
     Attributes:
         layout: the costs for a number of micro-batches.
         parts: the places of the devices of every replica in the profile's list.
-        is_shared: whether replicas have their weights in one memory.
+        sums: how replicas would add up gradients: it says where their weights are, and how
+            micro-batches are shared.
         note: why there is one replica, if several were not possible.
     """
 
     layout: Layout
     parts: tuple[tuple[int, ...], ...]
-    is_shared: bool = False
+    sums: Sums = "chained"
     note: str = ""
 
 
@@ -146,7 +147,7 @@ def _on_all(profile: Profile, request: Request, limits: Limits) -> Iterator[_Cas
     number = len(profile.devices)
     is_free = request.replicas == "auto" and number > 1
     note = (limits.one_replica or profile.one_replica) if is_free else ""
-    is_shared = limits.in_one_memory and set(profile.devices) == {"cpu"}
+    sums = limits.sums(profile.devices)
     counts = microbatch_counts(profile, request.num_microbatches)
     orders = orders_of(profile, request) if request.any_order else [profile.devices]
     ordered = [replace_fields(profile, devices=order) for order in orders]
@@ -167,7 +168,7 @@ def _on_all(profile: Profile, request: Request, limits: Limits) -> Iterator[_Cas
                 yield error
                 continue
             for parts, count in product(every, able):
-                yield _Case(by_count[count], parts, is_shared, note)
+                yield _Case(by_count[count], parts, sums, note)
 
 
 def _alone(profile: Profile, request: Request) -> Iterator[_Case]:
@@ -291,8 +292,8 @@ class _Search:
         self.request = request
         self.stages = len(case.parts[0])
         self.replicas = len(case.parts)
-        shares = dealt(layout.count, (1,) * self.replicas)
-        self.share = [layout.rows[k] for k in shares[0]]  # no other replica has more
+        even = (1,) * self.replicas
+        self.share = rows_of_replicas(layout.rows, even, case.sums)[0]  # no other one has more
         cuts = request.positions(profile.labels, profile.forbidden, self.stages)
         allowed = layout.allowed.copy()
         if cuts is not None:
@@ -327,7 +328,7 @@ class _Search:
             return Link()
         names = self.profile.devices
         pairs = {(names[part[stage]], names[part[stage + 1]]) for part in self.case.parts}
-        links = [self.profile.links.get(f"{a}>{b}", Link()) for a, b in pairs]
+        links = [self.profile.link(a, b) for a, b in pairs]
         speeds = [link.bytes_per_second for link in links if link.bytes_per_second]
         return Link(
             latency_seconds=max(link.latency_seconds for link in links),
@@ -408,7 +409,7 @@ class _Search:
 
     @cached_property
     def _until_weights(self) -> Floats:
-        sharing = self.replicas if self.case.is_shared else 1
+        sharing = self.replicas if self.case.sums == "shared" else 1
         found: Floats = _until(self.layout.weights)[self.places] / sharing
         return found
 
@@ -693,9 +694,7 @@ class Flow:
         states = search._until_states
         for stage, (start, end) in enumerate(pairwise(self.edges)):
             first, last = int(search.places[start]), int(search.places[end])
-            hop = Link()
-            if stage:
-                hop = profile.links.get(f"{homes[stage - 1]}>{homes[stage]}", hop)
+            hop = profile.link(homes[stage - 1], homes[stage]) if stage else Link()
             tied = float(layout.tied[first]) / len(search.share)
             speed, size = hop.bytes_per_second, profile.crossing[first] * rows + tied
             yield StagePlan(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.plan.shares import Sums
 from penstock.profile.data import Link, Profile
 from penstock.schedule import Costs
 from penstock.simulate import Network, Simulator
@@ -44,28 +45,41 @@ class Memory:
         optimizer_state: bytes of optimizer state for every byte of weights: 2 for Adam, 1 for SGD
             with momentum.
         limit: bytes that every worker may hold; `None` for what the profile says of its device.
-        replicas: of the model, among which the optimizer state is divided.
-        is_shared: whether the replicas have weights, gradients and optimizer state in one memory.
+        replicas: of the model.
+        sums: how they add up gradients. Weights, gradients and optimizer state are in one memory if
+            that is `"shared"`. Otherwise each replica has weights of its own, and the optimizer
+            state is divided among them; but if it is `"gathered"`, the first one has all of it.
+        is_first: whether it is about the first replica, if gradients are gathered there.
+        is_even: whether replicas run equally many micro-batches, so that none keeps the gradients
+            of several, if gradients are gathered.
+        copies_gradients: whether a worker has gradients twice at the end of a pass, as it computes
+            them in memory of its own and copies them to that of the model's parameters.
     """
 
     optimizer_state: float = 2.0
     limit: int | None = None
     replicas: int = 1
-    is_shared: bool = False
+    sums: Sums = "chained"
+    is_first: bool = True
+    is_even: bool = True
+    copies_gradients: bool = False
 
     def per_weight(self, microbatches: int) -> float:
         """Bytes for every byte of weights: itself, its gradient, and its optimizer state.
 
-        Gradients that wait for their turn come to it: in one memory about one set for each
-        replica, otherwise one for every micro-batch that a replica runs.
+        Gradients that wait for their turn come to it: one set for each replica, in their memory or
+        on the devices of the first one; on a chain one for every micro-batch that a replica runs.
 
         Args:
             microbatches: of each replica.
         """
         if self.replicas == 1:
-            return 2.0 + self.optimizer_state
-        if self.is_shared:
+            return 2.0 + self.optimizer_state + self.copies_gradients
+        if self.sums == "shared":
             return (2.0 + self.optimizer_state) / self.replicas + 1.0
+        if self.sums == "gathered":
+            kept = self.replicas * (1 if self.is_even else microbatches)
+            return 2.0 + self.optimizer_state + kept if self.is_first else 2.0
         return 2.0 + self.optimizer_state / self.replicas + microbatches
 
     def caps(self, profile: Profile) -> Floats:
@@ -80,6 +94,7 @@ class Layout:
     Args:
         profile: what was measured.
         count: the number of micro-batches.
+        rows: of every micro-batch; by default the profile's batch is split.
 
     Attributes:
         rows: of every micro-batch.
@@ -87,14 +102,14 @@ class Layout:
         partitions: the best cuts that were found, if memory is no matter.
     """
 
-    def __init__(self, profile: Profile, count: int) -> None:
+    def __init__(self, profile: Profile, count: int, rows: Sequence[int] | None = None) -> None:
         self.profile = profile
         self.count = count
-        self.rows = split_rows(profile.batch_size, count)
+        self.rows = split_rows(profile.batch_size, count) if rows is None else rows
         self.partitions: dict[Hashable, tuple[int, ...]] = {}
-        self._by_rows = {rows: self._table(rows) for rows in sorted(set(self.rows))}
-        totals = {rows: table[0] + table[1] for rows, table in self._by_rows.items()}
-        mean: Floats = np.mean([totals[rows] for rows in self.rows], axis=0)
+        self._by_rows = {size: self._table(size) for size in sorted(set(self.rows))}
+        totals = {size: table[0] + table[1] for size, table in self._by_rows.items()}
+        mean: Floats = np.mean([totals[size] for size in self.rows], axis=0)
         self.seconds = mean
         # The pipeline may fill and drain with its smallest micro-batch: no bound may count more.
         self.least_fill = float(np.min(totals[min(self.rows)] / np.maximum(mean, 1e-12)))
@@ -170,9 +185,10 @@ class Layout:
         return forward, backward, weight, halving
 
     def hops(self, stretches: Sequence[Stretch]) -> list[Link]:
-        """The link between every two neighbouring stages."""
-        homes = [self.profile.devices[stretch.worker] for stretch in stretches]
-        return [self.profile.links.get(f"{a}>{b}", Link()) for a, b in pairwise(homes)]
+        """The link between every two neighbouring stages; those of one worker need none."""
+        devices = self.profile.devices
+        pairs = pairwise(stretch.worker for stretch in stretches)
+        return [self.profile.link(devices[a], devices[b]) if a != b else Link() for a, b in pairs]
 
     def crossing(self, placement: Sequence[int], rows: int | None = None) -> Floats | None:
         """(stages - 1, calls + 1): one-way seconds of every boundary after every stage.

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from msgspec.structs import replace as replace_fields
 
 from penstock.errors import PlanError
-from penstock.plan.alternatives import adding_seconds, chain_seconds
+from penstock.plan.alternatives import adding_seconds, chain_seconds, gathering_seconds
 from penstock.plan.candidates import Option
 from penstock.plan.decisions import Candidate
-from penstock.plan.layout import Layout
+from penstock.plan.layout import Layout, Memory, split_rows
 from penstock.plan.plan import Plan
 from penstock.plan.request import Auto, Request
+from penstock.plan.shares import Sums, dealt, rows_of_replicas
 from penstock.plan.stages import StageSearch, nth_smallest
 from penstock.profile.data import Link, Profile
 from penstock.schedule import SCHEDULES
@@ -37,14 +38,13 @@ class Sharing:
 
     Attributes:
         replicas: how many there are.
-        in_one_memory: whether they have the weights, their gradients and the optimizer's state in
-            common; otherwise each has its own, and gradients go from one to the next.
+        sums: how they add up gradients.
         effort: how many actions may be simulated to find the best plan.
         beat: the seconds of a step that was found already, see `StageSearch`.
     """
 
     replicas: int
-    in_one_memory: bool
+    sums: Sums
     effort: float
     beat: float = math.inf
 
@@ -153,7 +153,8 @@ class _Tried:
     def plan(self, others: Sequence[Candidate]) -> Plan:
         """The plan that runs them, compared with others, too."""
         first = self.options[0]
-        different = dict.fromkeys(self.options) if self.shares else [first]
+        are_alike = self.division.are_alike
+        different = [first] if are_alike else dict.fromkeys(self.options)
         stages = {option: tuple(option.stage_plans()) for option in different}
         every = sorted([*others, *self.considered], key=lambda candidate: candidate.seconds)
         return replace_fields(
@@ -161,7 +162,7 @@ class _Tried:
             batch_size=self.division.profile.batch_size,
             num_microbatches=self.total,
             other_replicas=tuple(self.division.parts[1:]),
-            other_stages=tuple(stages[o] for o in self.options[1:]) if self.shares else (),
+            other_stages=() if are_alike else tuple(stages[o] for o in self.options[1:]),
             shares=self.shares,
             predicted_step_seconds=self.seconds,
             bound_seconds=max(option.bound for option in different),
@@ -189,19 +190,32 @@ class _Division:
         self.request = request
         self.sharing = sharing
         self.parts = parts
-        self.memory = replace(request.memory, replicas=len(parts), is_shared=sharing.in_one_memory)
         self.different = list(dict.fromkeys(parts))
+        self.are_alike = len(self.different) == 1
+        # In one process those of several workers could wait for each other's turns for ever.
+        must_be_even = sharing.sums != "chained" and len(parts[0]) > 1
+        self.are_even = self.are_alike or must_be_even
         seconds = Layout(profile, 1).seconds.sum(axis=1)
         speed = dict(zip(profile.devices, 1 / seconds, strict=True))
         self.speed = {part: float(sum(speed[name] for name in part)) for part in self.different}
+
+    def memory_of(self, part: Devices, is_even: bool = True) -> Memory:
+        """What the replica on these devices holds besides activations."""
+        return replace(
+            self.request.memory,
+            replicas=self.sharing.replicas,
+            sums=self.sharing.sums,
+            is_first=part == self.parts[0],
+            is_even=is_even,
+        )
 
     @property
     def leads(self) -> list[Devices]:
         """The lists of devices on which cuts are looked for: the fastest, and the smallest."""
 
         def memory(part: Devices) -> float:
-            own = replace_fields(self.profile, devices=part)
-            return float(min(self.memory.caps(own)))
+            own, of = replace_fields(self.profile, devices=part), self.memory_of(part)
+            return float(min(of.caps(own))) / of.per_weight(1)
 
         fastest = max(self.different, key=lambda part: self.speed[part])
         slowest = min(self.different, key=lambda part: self.speed[part])
@@ -220,10 +234,10 @@ class _Division:
         """
         whole, replicas = self.profile.batch_size, self.sharing.replicas
         part = self.speed[lead] / sum(self.speed[own] for own in self.parts)
-        wanted = self.request.num_microbatches
-        largest = whole if wanted == "auto" else min(wanted, whole)
-        if len(self.different) == 1:
+        if self.are_even:
             part = 1 / replicas
+        wanted = self.request.num_microbatches
+        largest = self._total(whole, 1.0)
         rows = min(whole, _whole(whole * part))
         count: int | Auto = "auto"
         if wanted != "auto":
@@ -232,13 +246,18 @@ class _Division:
         asked = replace(self.request, replicas=1, num_microbatches=count)
         effort = self.sharing.effort / len(self.leads)
         beat *= max(1.0, rows / (whole * part))  # whose rows were not rounded up
-        search = StageSearch(own, asked, self.memory, halves=False, effort=effort, beat=beat)
+        search = StageSearch(
+            *(own, asked, self.memory_of(lead)),
+            halves=False,
+            effort=effort,
+            beat=beat,
+            rows=self._first_rows if self.are_even else None,
+        )
         found: list[_Tried] = []
-        trying = most if len(self.different) == 1 else max(most, _TRIED)
+        trying = most if self.are_alike else max(most, _TRIED)
         options = search.ordered(trying)
         for option in options[:trying]:
-            total = largest if wanted != "auto" else round(option.layout.count / part)
-            total = max(replicas, min(total, largest))
+            total = self._total(option.layout.count, part)
             effort -= 2 * total * len(option.stretches) + _TRYING * len(self.different)
             if len(found) >= most and effort < 0:
                 break
@@ -246,7 +265,7 @@ class _Division:
             if tried is None:
                 continue
             considered = [option.candidate(option)]
-            if not tried.shares:  # else the others were not tried on all devices
+            if self.are_alike:  # else the others were not tried on all devices
                 considered = [*(o.candidate(option) for o in options), *search.rejected]
             factor = tried.seconds / option.seconds
             mine = [self._candidate(c, factor, largest, part) for c in considered]
@@ -258,56 +277,103 @@ class _Division:
             )
         return found
 
+    def _total(self, count: int, part: float) -> int:
+        """How many micro-batches all replicas run, if one of them runs `count`, a part of them."""
+        wanted, most = self.request.num_microbatches, self.profile.batch_size
+        total = round(count / part) if wanted == "auto" else wanted
+        return max(self.sharing.replicas, min(total, most))
+
+    def _rows(self, total: int, weights: Sequence[int]) -> list[tuple[int, ...]]:
+        """The rows of each replica's micro-batches, of so many."""
+        rows = split_rows(self.profile.batch_size, total)
+        return rows_of_replicas(rows, tuple(weights), self.sharing.sums)
+
+    def _first_rows(self, count: int) -> tuple[int, ...]:
+        """The rows of the first of replicas that run equally many: no other one has more."""
+        replicas = self.sharing.replicas
+        return self._rows(self._total(count, 1 / replicas), [1] * replicas)[0]
+
     def _replicated(self, option: Option, total: int) -> _Tried | None:
         """The stages of an option on all parts, with so many micro-batches.
 
         `None` if they do not fit the memory of one.
         """
         parts = self.parts
-        if len(self.different) == 1:
-            seconds = option.seconds + self._adding(option, option.layout.count)
+        if self.are_alike:
+            seconds = option.seconds + self._adding(option, option.layout.count, option.seconds)
             return _Tried(self, seconds, total, (option,) * len(parts))
-        rows = -(-self.profile.batch_size // total)
-        ones = {part: self._option(option, part, rows, 1) for part in self.different}
-        shares = _shared([ones[part] for part in parts], total)
-        pairs = list(zip(parts, shares, strict=True))
-        every = {(part, n): self._option(option, part, rows, n) for part, n in pairs}
+        for shares in self._shares(option, total):
+            tried = self._with_shares(option, total, shares)
+            if tried is not None:
+                return tried
+        return None
+
+    def _shares(self, option: Option, total: int) -> list[tuple[int, ...]]:
+        """How many of so many micro-batches each replica may run; nothing for equally many.
+
+        The first way lets all end early. In one process another one needs less memory.
+        """
+        if self.are_even:
+            return [()]
+        largest = -(-self.profile.batch_size // total)
+        ones = {part: self._option(option, part, [largest]) for part in self.different}
+        found = _shared([ones[part] for part in self.parts], total)
+        if self.sharing.sums == "chained":
+            return [found]
+        even = tuple(map(len, dealt(total, (1,) * len(found))))
+        return [()] if found == even else [found, ()]
+
+    def _with_shares(self, option: Option, total: int, shares: tuple[int, ...]) -> _Tried | None:
+        """The same with these shares of the micro-batches."""
+        parts, is_even = self.parts, not shares
+        of_each = self._rows(total, shares or [1] * len(parts))
+        pairs = list(zip(parts, of_each, strict=True))
+        every = {pair: self._option(option, *pair, is_even) for pair in dict.fromkeys(pairs)}
         for own in every.values():
-            caps = self.memory.caps(own.layout.profile)
+            caps = own.memory.caps(own.layout.profile)
             if any(peak > cap for peak, cap in zip(own.peaks, caps, strict=True)):
                 return None
-        seconds = max(own.seconds for own in every.values()) + self._adding(option, max(shares))
-        return _Tried(self, seconds, total, tuple(every[pair] for pair in pairs), tuple(shares))
+        seconds = max(own.seconds for own in every.values())
+        seconds += self._adding(option, max(map(len, of_each)), seconds)
+        return _Tried(self, seconds, total, tuple(every[pair] for pair in pairs), shares)
 
-    def _option(self, found: Option, part: Devices, rows: int, count: int) -> Option:
-        """The stages of an option on one part, with so many micro-batches of so many rows."""
-        own = replace_fields(self.profile, devices=part, batch_size=rows * count)
-        return Option(Layout(own, count), found.stretches, found.name, self.memory)
+    def _option(
+        self, found: Option, part: Devices, rows: Sequence[int], is_even: bool = True
+    ) -> Option:
+        """The stages of an option on one part, with micro-batches of so many rows each."""
+        own = replace_fields(self.profile, devices=part, batch_size=sum(rows))
+        layout = Layout(own, len(rows), rows)
+        return Option(layout, found.stretches, found.name, self.memory_of(part, is_even))
 
-    def _adding(self, option: Option, share: int) -> float:
-        """Seconds in which the gradients of all replicas are added up, after the last backward.
+    def _adding(self, option: Option, share: int, seconds: float) -> float:
+        """Seconds that adding up the gradients of all replicas takes besides their passes.
 
         Args:
             option: the stages of a replica.
             share: how many micro-batches each runs.
+            seconds: that it takes them.
         """
         held = [0.0] * option.num_workers
         for stretch in option.stretches:
             held[stretch.worker] += sum(self.profile.weights[stretch.start : stretch.stop])
         adding = min(kind.added_per_second for kind in self.profile.kinds.values())
-        if self.sharing.in_one_memory:
+        if self.sharing.sums == "shared":
             return adding_seconds(held, self.sharing.replicas, adding)
-        return max(
-            chain_seconds(held[place], self.sharing.replicas, share, link, adding)
-            for place in range(len(held))
-            for link in self._links(place)
-        )
+        every = [(held[place], link) for place in range(len(held)) for link in self._links(place)]
+        replicas = self.sharing.replicas
+        if self.sharing.sums == "gathered":
+            each = (gathering_seconds(s, replicas, share, k, adding, seconds) for s, k in every)
+            return max(each, default=0.0)
+        return max(chain_seconds(size, replicas, share, link, adding) for size, link in every)
 
     def _links(self, place: int) -> Iterator[Link]:
-        """The links of the ring of the workers at this place of all replicas."""
-        ring = [part[place] for part in self.parts]
-        for one, other in dict.fromkeys(zip(ring, [*ring[1:], ring[0]], strict=True)):
-            yield self.profile.links.get(f"{one}>{other}", Link())
+        """The links by which gradients of the workers at this place of all replicas go."""
+        homes = [part[place] for part in self.parts]
+        pairs = list(zip(homes, [*homes[1:], homes[0]], strict=True))
+        if self.sharing.sums == "gathered":
+            pairs = [(home, homes[0]) for home in homes if home != homes[0]]
+        for one, other in dict.fromkeys(pairs):
+            yield self.profile.link(one, other)
 
     def _candidate(self, found: Candidate, factor: float, most: int, part: float) -> Candidate:
         """A pipeline of one replica as one of all."""
@@ -326,7 +392,7 @@ def _whole(share: float) -> int:
     return max(1, math.ceil(share - 1e-9))
 
 
-def _shared(options: Sequence[Option], total: int) -> list[int]:
+def _shared(options: Sequence[Option], total: int) -> tuple[int, ...]:
     """How many micro-batches every replica runs, so that the last to end ends early.
 
     Args:
@@ -347,4 +413,4 @@ def _shared(options: Sequence[Option], total: int) -> list[int]:
     for _ in range(total - len(options)):
         next_one = min(range(len(shares)), key=lambda k: fill[k] + (shares[k] + 1) * pace[k])
         shares[next_one] += 1
-    return shares
+    return tuple(shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
 from typing import Literal
@@ -13,6 +13,7 @@ from penstock.errors import InputError, RequestError
 from penstock.plan.cutting import RECOMPUTE
 from penstock.plan.decisions import HALF
 from penstock.plan.layout import Memory, Span
+from penstock.plan.shares import Sums
 from penstock.profile.data import check_count
 from penstock.schedule import SCHEDULES
 from penstock.units import parse_bytes
@@ -216,17 +217,32 @@ class Request:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the workers allow, where the number of replicas is to be chosen.
+    """What the workers allow, and what they need.
 
     Attributes:
         one_replica: why there can be one replica only; empty if there can be several.
         all_devices: whether every device has to be used.
         in_one_memory: whether replicas on CPUs have the weights in common.
+        in_one_process: whether replicas on other devices have twins of the first one's modules, see
+            `penstock.engine.twins`.
+        copies_gradients: as of `penstock.plan.layout.Memory`.
     """
 
     one_replica: str = ""
     all_devices: bool = False
     in_one_memory: bool = True
+    in_one_process: bool = False
+    copies_gradients: bool = False
+
+    def memory(self, request: Request) -> Memory:
+        """What one replica of what is asked for holds, besides activations."""
+        return replace(request.memory, copies_gradients=self.copies_gradients)
+
+    def sums(self, devices: Sequence[str]) -> Sums:
+        """How replicas on these devices add up gradients."""
+        if self.in_one_memory and set(devices) == {"cpu"}:
+            return "shared"
+        return "gathered" if self.in_one_process else "chained"
 
 
 def positions(

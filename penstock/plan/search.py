@@ -11,6 +11,7 @@ from penstock.errors import InputError, PlanError
 from penstock.plan.alternatives import alternatives
 from penstock.plan.decisions import WORTH_FEWER, Candidate, fastest_of
 from penstock.plan.flow import plans_of_flow
+from penstock.plan.layout import Memory
 from penstock.plan.plan import Plan
 from penstock.plan.replicated import Sharing, plans_of_replicas
 from penstock.plan.request import Auto, Cut, Limits, Recompute, Request
@@ -120,16 +121,17 @@ def _on_any(profiles: Sequence[Profile], request: Request, most: int, limits: Li
     Raises:
         PlanError, InputError: as `plan` does.
     """
+    memory = limits.memory(request)
     if len(profiles) == 1 and request.replicas == 1:
-        others = alternatives(profiles[0], request.memory)
-        return plans_of_stages(profiles[0], request, most, others)
+        others = alternatives(profiles[0], memory)
+        return plans_of_stages(profiles[0], request, most, others, memory=memory)
     found: list[Plan] = []
     errors: list[PlanError] = []
     for profile in profiles:
         found += _of_all_kinds(profile, request, most, limits, errors)
     fewer: list[Plan] = []
     for profile in () if limits.all_devices else profiles:
-        fewer += _of_one_device(profile, request, most)
+        fewer += _of_one_device(profile, request, most, memory)
     if not found and not fewer:
         raise errors[0]
     return _compared(sorted(found, key=_seconds), sorted(fewer, key=_seconds), most)
@@ -148,7 +150,8 @@ def _of_all_kinds(
     why = (limits.one_replica or profile.one_replica) if is_free else ""
     found: list[Plan] = []
     failed: list[PlanError] = []
-    others = alternatives(profile, request.memory, replicas=not is_free or bool(why))
+    memory = limits.memory(request)
+    others = alternatives(profile, memory, replicas=not is_free or bool(why))
     numbers = request.replica_numbers(number, bool(why))
     effort = EFFORT / len(numbers)
     # Few stages first: it takes little to find what many have to beat.
@@ -158,10 +161,9 @@ def _of_all_kinds(
         beat = nth_smallest([plan.predicted_step_seconds for plan in found], most)
         try:
             if replicas == 1:
-                more = plans_of_stages(profile, request, most, others, effort, beat)
+                more = plans_of_stages(profile, request, most, others, effort, beat, memory)
             else:
-                in_one_memory = limits.in_one_memory and set(profile.devices) == {"cpu"}
-                sharing = Sharing(replicas, in_one_memory, effort, beat)
+                sharing = Sharing(replicas, limits.sums(profile.devices), effort, beat)
                 more = plans_of_replicas(profile, request, sharing, most, others)
             found = [*more, *found]
         except PlanError as error:
@@ -170,7 +172,7 @@ def _of_all_kinds(
     return [replace_fields(plan, note=why) for plan in found]
 
 
-def _of_one_device(profile: Profile, request: Request, most: int) -> list[Plan]:
+def _of_one_device(profile: Profile, request: Request, most: int, memory: Memory) -> list[Plan]:
     """The best few plans of one device alone of several, where that may be chosen."""
     if request.replicas != "auto" or request.asks_for_stages or len(profile.devices) == 1:
         return []
@@ -179,8 +181,8 @@ def _of_one_device(profile: Profile, request: Request, most: int) -> list[Plan]:
     for device in different:
         with suppress(PlanError):  # it does not fit the memory
             alone, effort = profile.alone(device), EFFORT / len(different)
-            others = alternatives(alone, request.memory)
-            found += plans_of_stages(alone, request, most, others, effort)
+            others = alternatives(alone, memory)
+            found += plans_of_stages(alone, request, most, others, effort, memory=memory)
     return found
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Literal
 
 BUCKET = 4 << 20
 """Bytes of parameters whose gradients go from replica to replica in one message, at least one."""
+
+Sums = Literal["shared", "gathered", "chained"]
+"""How replicas add up gradients: in one memory, on the devices of the first one in one process, or
+along a chain of them."""
 
 
 @lru_cache
@@ -22,8 +29,10 @@ def dealt(microbatches: int, weights: tuple[int, ...]) -> tuple[tuple[int, ...],
     Returns:
         the numbers of the micro-batches of every replica, ascending.
     """
-    shares: list[list[int]] = [[] for _ in weights]
     replicas = range(len(weights))
+    if len(set(weights)) == 1:
+        return tuple(tuple(range(k, microbatches, len(weights))) for k in replicas)
+    shares: list[list[int]] = [[] for _ in weights]
     for number in range(microbatches):
         chosen = min(replicas, key=lambda k: ((len(shares[k]) + 1) / weights[k], k))
         shares[chosen].append(number)
@@ -32,9 +41,23 @@ def dealt(microbatches: int, weights: tuple[int, ...]) -> tuple[tuple[int, ...],
 
 def blocks(microbatches: int, weights: tuple[int, ...]) -> list[range]:
     """As many micro-batches for every replica as `dealt` gives it, but consecutive ones."""
-    found: list[range] = []
-    start = 0
-    for share in dealt(microbatches, weights):
-        found.append(range(start, start + len(share)))
-        start += len(share)
-    return found
+    counts = weights
+    if sum(weights) != microbatches:
+        counts = tuple(map(len, dealt(microbatches, weights)))
+    ends = list(accumulate(counts, initial=0))
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def rows_of_replicas(
+    rows: Sequence[int], weights: tuple[int, ...], sums: Sums
+) -> list[tuple[int, ...]]:
+    """The rows of each replica's micro-batches.
+
+    Args:
+        rows: of all micro-batches, in order.
+        weights: of every replica.
+        sums: how they add up gradients: along a chain each has a block of micro-batches, otherwise
+            they are dealt one by one.
+    """
+    shares = blocks(len(rows), weights) if sums == "chained" else dealt(len(rows), weights)
+    return [tuple(rows[number] for number in share) for share in shares]

@@ -9,7 +9,7 @@ stages does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, permutations
 from typing import NamedTuple
@@ -59,6 +59,7 @@ def plans_of_stages(
     others: Sequence[Candidate] = (),
     effort: float = EFFORT,
     beat: float = math.inf,
+    memory: Memory | None = None,
 ) -> list[Plan]:
     """The best few plans of stages on all devices.
 
@@ -67,21 +68,23 @@ def plans_of_stages(
         most: how many plans.
         others: what they are compared with, see `alternatives`.
         effort: about how many actions may be simulated.
-        beat: as of `StageSearch`.
+        beat, memory: as of `StageSearch`.
 
     Raises:
         PlanError, InputError: as `plan` does.
     """
     request = replace(request, replicas=1)
     if not request.any_order:
-        return StageSearch(profile, request, effort=effort, beat=beat).plans(most, others)
+        search = StageSearch(profile, request, memory, effort=effort, beat=beat)
+        return search.plans(most, others)
     found: list[Plan] = []
     errors: list[PlanError] = []
     orders = orders_of(profile, request)
     for order in orders:
         try:
             ordered = replace_fields(profile, devices=order)
-            search = StageSearch(ordered, request, effort=effort / len(orders), beat=beat)
+            each = effort / len(orders)
+            search = StageSearch(ordered, request, memory, effort=each, beat=beat)
             found += search.plans(most, others)
         except PlanError as error:
             errors.append(error)
@@ -177,6 +180,7 @@ class StageSearch:
         effort: about how many actions may be simulated.
         beat: the seconds of a step that was found already; if the program or the pipeline is large,
             what is not likely to be faster is left out.
+        rows: what tells the rows of each of so many micro-batches; by default the batch is split.
     """
 
     def __init__(
@@ -187,9 +191,11 @@ class StageSearch:
         halves: bool = True,
         effort: float = EFFORT,
         beat: float = math.inf,
+        rows: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self.profile = profile
         self.beat = beat
+        self.rows = rows
         self.halves = halves
         self.request = request
         self.memory = memory or request.memory
@@ -250,9 +256,10 @@ class StageSearch:
             most: how many of them matter.
         """
         counts = microbatch_counts(self.profile, self.request.num_microbatches)
+        layouts = [Layout(self.profile, n, self.rows(n) if self.rows else None) for n in counts]
         cases = [
             _Case(layout, name, stages)
-            for layout in (Layout(self.profile, count) for count in counts)
+            for layout in layouts
             for name in self._names()
             for stages in self._stage_counts(name)
         ]

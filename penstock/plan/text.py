@@ -228,8 +228,8 @@ def replicas(plan: Decisions, width: int | None = None) -> list[str]:
         return []
     each = plan.workers_per_replica
     rows = [_REPLICA_HEADING]
-    for replica, share in enumerate(plan.weights):
-        own = plan.stages_of(replica)
+    for replica in range(plan.replicas):
+        own, share = plan.stages_of(replica), len(plan.share(replica))
         devices = plan.devices[replica * each : (replica + 1) * each]
         slowest = max(stage.seconds for stage in own)
         memory = max(stage.memory_bytes for stage in own)

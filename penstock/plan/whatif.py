@@ -19,10 +19,11 @@ from penstock.plan.bound import schedule_bound
 from penstock.plan.candidates import STAGES_PER_WORKER, Option, cutter_for, fastest
 from penstock.plan.decisions import StagePlan, costs_of
 from penstock.plan.flow import ShortError, plans_of_flow
-from penstock.plan.layout import Layout, Memory
+from penstock.plan.layout import Layout, Memory, split_rows
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Plan
 from penstock.plan.request import Limits, Recompute, Request
+from penstock.plan.shares import Sums, rows_of_replicas
 from penstock.profile.data import Link, Profile
 from penstock.profile.hardware import Hardware, Machine
 from penstock.schedule import (
@@ -178,13 +179,17 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
     if case.inference:
         return _what_if_flow(profile, case, replicas, note)
     link = case.link(_measured(profile))
-    is_shared = not link.bytes_per_second
-    case = replace(case, memory=replace(case.memory, replicas=replicas, is_shared=is_shared))
+    sums: Sums = "chained" if link.bytes_per_second else "shared"
+    case = replace(case, memory=replace(case.memory, replicas=replicas, sums=sums))
     stages = case.workers // replicas * case.per_worker
     rows = _rows(case, replicas)
     own = profile.of_replica if replicas > 1 else profile
-    layout = Layout(_machines(own, case, case.workers // replicas, rows), case.num_microbatches)
     outcome = Outcome(case, replicas, stages, case.batch or rows * replicas, None, note=note)
+    total = min(case.num_microbatches * replicas, outcome.batch_size)
+    every = split_rows(outcome.batch_size, total)
+    first = rows_of_replicas(every, (1,) * replicas, sums)[0]  # no other replica has more
+    machines = _machines(own, case, case.workers // replicas, rows)
+    layout = Layout(machines, case.num_microbatches, first)
     try:
         option = _option(layout, case, stages)
     except CapacityError as error:
@@ -194,7 +199,7 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
     for stretch in option.stretches:
         weights[stretch.worker] += float(layout.weights[stretch.start : stretch.stop].sum())
     adding = profile.on(profile.devices[0]).added_per_second * case.speed
-    if is_shared:
+    if sums == "shared":
         reduced = adding_seconds(weights, replicas, adding)
     else:
         reduced = chain_seconds(max(weights), replicas, case.num_microbatches, link, adding)
@@ -321,8 +326,7 @@ def _what_if_planned_flow(plan: Plan, case: WhatIf) -> Outcome:
 
 def _measured(profile: Profile) -> Link:
     """The link between two devices like the first."""
-    first = profile.devices[0]
-    return profile.links.get(f"{first}>{first}") or next(iter(profile.links.values()), Link())
+    return profile.link(profile.devices[0], profile.devices[0])
 
 
 def _machines(profile: Profile, case: WhatIf, workers: int, rows: int) -> Profile:

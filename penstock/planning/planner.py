@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace as replace_fields
 
 from penstock.capture import Program
-from penstock.capture.one_replica import why_one_replica
+from penstock.capture.one_replica import why_in_turns, why_one_replica
 from penstock.capture.states import check_parts
 from penstock.devices.choice import threads_per_worker
 from penstock.display.terminal import Progress
@@ -92,6 +92,8 @@ def decide_plan(
         elif backend.leads:
             if request.replicas != "auto":
                 backend.check_replicas(request.replicas)
+                if request.replicas > 1 and (why := why_in_turns(program)):
+                    _LOG.warning(why)
             backend.wait(progress)  # what workers do to start would be in the profile
             made = plan_for(
                 program,
@@ -195,7 +197,7 @@ def better_plan(of: Replanning) -> Plan | None:
         *(plan.cuts, plan.placement, plan.schedule, plan.devices, plan.shares),
     ):
         return None
-    return best if best.predicted_step_seconds < _WORTH * _now(plan, best, costs, same) else None
+    return best if best.predicted_step_seconds < _WORTH * _now(of, best, costs) else None
 
 
 def plan_on_others(of: Replanning) -> Plan:
@@ -210,35 +212,41 @@ def plan_on_others(of: Replanning) -> Plan:
     return plans_on_any(of.costs(fresh=False), of.same, limits=limits_of(of.backend))[0]
 
 
-def _now(plan: Plan, best: Plan, costs: Sequence[Profile], request: Request) -> float:
-    """What is predicted of the plan by new profiles.
+def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> float:
+    """What is predicted of the plan in use by new profiles.
 
     Args:
-        plan: that is in use.
+        of: the plan, and what was asked of it.
         best: the best one by these profiles.
         costs: the profiles.
-        request: what was asked of both.
     """
+    plan, limits = of.plan, limits_of(of.backend)
     if len(plan.devices) == 1:
         return best.one_device_seconds or best.predicted_step_seconds
     as_it_is = replace(
-        request,
+        of.same,
         schedule=plan.schedule if len(plan.stages) > 1 and not plan.inference else "auto",
         cuts=plan.cuts or None,
         stages_per_worker="auto",
         replicas=plan.replicas,
     )
-    return plans_on_any(costs, as_it_is)[0].predicted_step_seconds
+    return plans_on_any(costs, as_it_is, limits=limits)[0].predicted_step_seconds
 
 
 def limits_of(backend: Backend) -> Limits:
-    """What these workers allow, where the kind of plan may be chosen."""
+    """What these workers allow, where the kind of plan may be chosen, and what they need."""
     why = backend.why_one_replica
     try:
         backend.check_replicas(len(backend.devices))
     except InputError:
         why = "There is one replica, as these workers cannot be several."
-    return Limits(why, backend.all_devices, backend.in_one_memory)
+    return Limits(
+        one_replica=why,
+        all_devices=backend.all_devices,
+        in_one_memory=backend.in_one_memory,
+        in_one_process=backend.in_one_memory,
+        copies_gradients=backend.copies_gradients,
+    )
 
 
 def plan_for(

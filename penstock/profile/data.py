@@ -208,7 +208,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         parameters: how many parameters each call is the first to use. Empty means not known.
         saved: bytes per row that each call is the first to hold for its backward. Empty means not
             measured.
-        links: between devices, by `"cpu>cpu"`, the kinds of sender and receiver.
+        links: between devices, by `"cpu>cpu"`, the kinds of sender and receiver; see `link`.
         capacity: bytes of memory of each kind of device, where it is known.
         outputs: bytes per row of the memory that each call's results are the first to occupy.
             Empty means not known.
@@ -286,6 +286,24 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def on(self, device: str) -> DeviceProfile:
         """The costs on one of `devices`, by its name."""
         return self.kinds[device]
+
+    def link(self, one: str, other: str) -> Link:
+        """The link from one device to another, by their names.
+
+        Only links between neighbours of the list are measured. Another one is taken to be as slow
+        as the slowest of them, so that nothing is chosen because it was not measured. If there are
+        none, values are handed over for free.
+        """
+        return self.links.get(f"{one}>{other}", self._slowest_link)
+
+    @cached_property
+    def _slowest_link(self) -> Link:
+        links = self.links.values()
+        speeds = [link.bytes_per_second for link in links if link.bytes_per_second]
+        return Link(
+            latency_seconds=max((link.latency_seconds for link in links), default=0.0),
+            bytes_per_second=min(speeds, default=0.0),
+        )
 
     def alone(self, device: str) -> Profile:
         """The same for one of `devices` alone."""

@@ -12,7 +12,7 @@
     latency = "10us"      # default: none
 
 With several `[[link]]` tables, those with `from` and `to` are for such a pair, in both directions
-unless the other has a table too.
+unless the other has a table too. Pairs of which nothing is known are as slow as the slowest.
 """
 
 from __future__ import annotations

@@ -89,6 +89,8 @@ class Backend(ABC):
         leads: whether this process plans for all that run the script.
         all_devices: whether a plan has to use every device.
         in_one_memory: whether replicas on CPUs have the weights in common.
+        copies_gradients: whether a worker has gradients twice at the end of a pass, where there is
+            one replica.
         why_one_replica: why there is one replica where the number may be chosen; empty if there may
             be several.
         probe: where the links between workers are measured.
@@ -99,6 +101,7 @@ class Backend(ABC):
     leads: bool = True
     all_devices: bool = True
     in_one_memory: bool = True
+    copies_gradients: bool = False
     why_one_replica: str = ""
     probe: LinkProbe
 
@@ -236,7 +239,8 @@ class DrivenBackend(Backend):
             raise PlanError(
                 f"the plan's replicas of {plan.workers_per_replica} workers run "
                 f"{', '.join(map(str, plan.shares))} micro-batches; in one memory they could wait "
-                "for each other for ever. Start the script with torchrun, or plan again"
+                "for each other for ever. Start the script with torchrun, or leave out plan= to "
+                "have one made for these workers"
             )
         return plan
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace as replace_fields
 
 from penstock.account.attribution import SLOW, account
-from penstock.account.drift import drift
+from penstock.account.drift import Drift, drift
 from penstock.account.suggestions import suggestions
 from penstock.bench.attribution import Case
 from penstock.plan.decisions import Candidate
@@ -77,6 +77,15 @@ def test_actions_that_cost_more_than_the_profile_says() -> None:
     [best] = [each for each in suggestions(accounts, plan) if not each.is_most]
     assert "num_microbatches=2" in best.what
     assert best.gain == pytest.approx(1 - 0.32 / 0.35, rel=0.05)
+
+
+def test_a_faster_plan_is_news_even_if_steps_take_what_was_predicted() -> None:
+    few = Candidate(schedule="1f1b", num_microbatches=2, predicted_step_seconds=0.9, stages=2)
+    as_predicted = Drift(3, 1.05, 1.0, 1.05, 1.0, (1.0, 1.0))
+    assert not as_predicted.has_news
+    faster = replace(as_predicted, better=few, better_seconds=0.9, microbatches=2)
+    assert (faster.is_notable, faster.has_news) == (False, True)
+    assert "with 2 micro-batches each would take 0.90 s now" in str(faster)
 
 
 def test_batches_of_other_sizes_say_nothing_of_the_plan() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.plan.layout import Layout, Memory, Stretch
+from penstock.plan.request import Limits, Request
+from penstock.plan.search import plans
 from penstock.schedule import SCHEDULES, check
 from penstock.simulate import memory_over_time
 from tests.plan.test_plan import profile
@@ -222,3 +225,27 @@ def test_what_is_held_is_never_less_than_nothing() -> None:
     costs = profile([1.0] * 4, saved=saved, boundary=(0.0,) * 5, batch=1)
     stretch = Stretch(0, 0, 4, recompute=((0, 2), (2, 4)))
     assert 0 <= Layout(costs, 1).held(stretch) < 1e-12
+
+
+@pytest.mark.parametrize("replicas", [1, "auto"])
+def test_workers_that_copy_gradients_have_them_twice(replicas: Any) -> None:
+    costs = hungry(weights=(1000,) * CALLS, forbidden=dict.fromkeys(range(1, 6), "no"))
+    request = Request(num_microbatches=4, schedule="1f1b", replicas=replicas)
+    once, twice = (
+        plans(costs, request, limits=Limits("why", copies_gradients=copies))[0]
+        for copies in (False, True)
+    )
+    assert once.cuts == twice.cuts
+    for one, other in zip(once.stages, twice.stages, strict=True):
+        assert other.memory_bytes - one.memory_bytes == one.weight_bytes
+    least = max(stage.memory_bytes for stage in once.stages)
+    limited = replace(request, memory_limit=least, recompute="none", cuts=once.cuts)
+    assert plans(costs, limited)[0].cuts == once.cuts
+    with pytest.raises(ps.PlanError, match="no plan fits the memory"):
+        plans(costs, limited, limits=Limits("why", copies_gradients=True))
+    alone = msgspec.structs.replace(costs, devices=("cpu",))
+    held = [
+        plans(alone, Request(), limits=Limits(copies_gradients=copies))[0].stages[0].memory_bytes
+        for copies in (False, True)
+    ]
+    assert held[1] - held[0] == CALLS * 1000

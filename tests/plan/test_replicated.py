@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,15 @@ import msgspec
 import pytest
 
 import penstock as ps
-from penstock.plan.request import Request
+from penstock.plan.alternatives import gathering_seconds
+from penstock.plan.layout import split_rows
+from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans
-from penstock.plan.shares import blocks, dealt
+from penstock.plan.shares import blocks, dealt, rows_of_replicas
 from penstock.plan.stages import EFFORT
+from penstock.plan.text import replicas
 from penstock.profile import DeviceProfile
+from penstock.profile.data import Link
 from penstock.profile.hardware import parse
 from penstock.simulate import Simulator
 
@@ -273,3 +279,106 @@ def test_many_different_devices_are_planned_with_little_effort(
     )
     assert plans(many, Request())[0].devices
     assert sum(simulated) < EFFORT
+
+
+@pytest.mark.parametrize(
+    ("in_one_memory", "batch", "count", "rows"),
+    [
+        (True, 16, 3, 6 + 5),  # of 6, 5 and 5 rows
+        (False, 16, 3, 6 + 5),
+        (True, 6, 4, 2 + 1),  # of 2, 2, 1 and 1: dealt one by one
+        (False, 6, 4, 2 + 2),  # a block
+    ],
+)
+def test_a_replica_is_planned_with_the_micro_batches_that_it_gets(
+    in_one_memory: bool, batch: int, count: int, rows: int
+) -> None:
+    costs = msgspec.structs.replace(profile(2), batch_size=batch)
+    request = Request(replicas=2, num_microbatches=count)
+    found = plans(costs, request, limits=Limits(in_one_memory=in_one_memory))[0]
+    assert found.predicted_step_seconds == pytest.approx(rows * CALLS * 3e-3)
+    assert found.stages[0].memory_bytes == found.microbatch_size * CALLS  # saved, by the largest
+    assert found.stages[0].forward_seconds == pytest.approx(found.microbatch_size * CALLS * 1e-3)
+
+
+def test_unequal_replicas_are_planned_with_the_micro_batches_that_they_get() -> None:
+    found = plan(mixed("slow", "fast"), replicas=2, num_microbatches=7)
+    of_each = rows_of_replicas(split_rows(20, 7), found.shares, "chained")
+    work = [sum(rows) * CALLS * 3e-3 for rows in of_each]
+    assert found.predicted_step_seconds == pytest.approx(max(work[0], work[1] / 4))
+
+
+def apart(*latencies: float) -> ps.Profile:
+    """The same on devices of one speed that differ in their names, with links between neighbours.
+
+    Args:
+        latencies: of these links.
+    """
+    names = [f"cuda:{k}" for k in range(len(latencies) + 1)]
+    costs = profile(len(names))
+    links = {}
+    for (one, other), seconds in zip(pairwise(names), latencies, strict=True):
+        links[f"{one}>{other}"] = links[f"{other}>{one}"] = Link(latency_seconds=seconds)
+    kinds = {name: msgspec.structs.replace(costs.kinds["cpu"], kind=name) for name in names}
+    return msgspec.structs.replace(costs, devices=tuple(names), kinds=kinds, links=links)
+
+
+def test_links_that_were_not_measured_are_not_free() -> None:
+    """Devices dealt out have no measured link between the stages of a replica."""
+    costs = apart(1e-3, 3e-3, 1e-3)
+    assert costs.link("cuda:2", "cuda:1") == Link(latency_seconds=3e-3)
+    assert costs.link("cuda:0", "cuda:2") == Link(latency_seconds=3e-3)
+    found = plan(costs, replicas=2, num_microbatches=4, schedule="1f1b")
+    assert found.devices == costs.devices  # neighbours together
+    assert found.stages[1].latency_seconds == 1e-3
+    alone = msgspec.structs.replace(costs, links={})
+    assert alone.link("cuda:0", "cuda:1") == Link()
+
+
+THREADS = Limits(in_one_process=True)
+
+
+def test_replicas_of_stages_in_one_process_run_equally_many() -> None:
+    """With other shares they could wait for each other's turns for ever, and are refused."""
+    costs = apart(0.0, 0.0, 0.0)
+    request = Request(replicas=2, num_microbatches=5)
+    assert plans(costs, request)[0].shares == (3, 2)  # on ranks
+    found = plans(costs, request, limits=THREADS)[0]
+    assert (found.workers_per_replica, found.shares, found.weights) == (2, (), (1, 1))
+    assert [len(found.share(k)) for k in (0, 1)] == [3, 2]
+    assert {stage.device for stage in found.stages_of(1)} == set(found.devices[2:])
+    assert [line.split()[-5] for line in replicas(found)[1:]] == ["3", "2"]
+    slow = msgspec.structs.replace(costs.kinds["cuda:3"], forward=costs.kinds["cuda:3"].backward)
+    slower = msgspec.structs.replace(costs, kinds={**costs.kinds, "cuda:3": slow})
+    four = Request(replicas=2, num_microbatches=4)
+    equal, unequal = (plans(own, four, limits=THREADS)[0] for own in (costs, slower))
+    assert not unequal.shares
+    assert unequal.predicted_step_seconds > equal.predicted_step_seconds
+    alone = plans(slower, Request(replicas=4, num_microbatches=16), limits=THREADS)[0]
+    assert alone.shares[3] < alone.shares[0]  # one worker each
+
+
+def test_the_first_replica_has_all_optimizer_state_in_one_process() -> None:
+    """And all gradients come to it: one set of each replica waits there for its turn."""
+    weights = 1 << 20
+    costs = msgspec.structs.replace(apart(0.0), weights=(weights,) * CALLS)
+    request = Request(replicas=2, num_microbatches=8)
+    found = plans(costs, request, limits=THREADS)[0]
+    first, other = (found.stages_of(k)[0].memory_bytes / (CALLS * weights) for k in (0, 1))
+    assert first == pytest.approx(1 + 1 + 2 + 2, rel=0.01)  # weights, gradients, Adam, waiting
+    assert other == pytest.approx(1 + 1, rel=0.01)
+    limit = 5 * CALLS * weights
+    with pytest.raises(ps.PlanError, match="no plan fits the memory"):
+        plans(costs, replace(request, memory_limit=limit), limits=THREADS)
+    small = msgspec.structs.replace(costs, capacity={"cuda:1": limit})
+    assert plans(small, request, limits=THREADS)[0].replicas == 2
+    small = msgspec.structs.replace(costs, capacity={"cuda:0": limit})
+    with pytest.raises(ps.PlanError, match="memory"):
+        plans(small, request, limits=THREADS)
+
+
+def test_gradients_travel_to_the_first_replica_while_others_are_computed() -> None:
+    link = Link(latency_seconds=1.0, bytes_per_second=10.0)
+    beside = gathering_seconds(20.0, 3, 4, link, adding=5.0, seconds=100.0)
+    assert beside == 2 * 20 / 10 + 1 + 2 * 20 / 5  # the last ones of two replicas
+    assert gathering_seconds(20.0, 3, 4, link, adding=5.0, seconds=10.0) == beside + 4 * 4 - 10 - 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.capture.one_replica import why_one_replica
+from penstock.planning import planner
 from tests.support.models import AddsItself
 
 X = torch.randn(8, 6)
@@ -121,3 +124,25 @@ def test_it_is_known_of_a_profile_that_was_kept() -> None:
         with ps.Pipeline(model, (X,), devices=["cpu", "cpu"]) as pipe:
             assert pipe.plan.replicas == 1
             pipe.train_step(X, target=X, loss_fn=F.mse_loss)
+
+
+def test_several_that_are_asked_for_are_told_where_they_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def enough(*args: object, **options: object) -> ps.Plan:
+        raise ps.PlanError("enough")
+
+    monkeypatch.setattr(planner, "plan_for", enough)
+    said = []
+    for module in (Moves(), nn.Tanh()):
+        model = nn.Sequential(nn.Linear(6, 6), module, nn.Linear(6, 6))
+        caplog.clear()
+        with (
+            caplog.at_level(logging.WARNING, "penstock"),
+            pytest.raises(ps.PlanError, match="enough"),
+        ):
+            ps.Pipeline(model, (X,), devices=["cpu", "cpu"], replicas=2)
+        said.append([record.message for record in caplog.records])
+    ((waits,), nothing) = said
+    assert "one micro-batch after the other where a forward changes '1.mean'" in waits
+    assert not nothing

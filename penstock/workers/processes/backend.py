@@ -47,6 +47,8 @@ class ProcessBackend(DrivenBackend):
             than CPUs are to go on after one has ended.
     """
 
+    copies_gradients = True  # from its own memory to the slot that it has in common with the driver
+
     def __init__(
         self,
         devices: Devices | None,
