@@ -19,6 +19,8 @@ from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.utils.parametrize import _inject_new_class as inject_parametrized_class
+from torch.nn.utils.parametrize import _inject_property as inject_parametrized_property
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.overrides import _pop_mode_temporarily as without_function_mode
 from torch.utils import _pytree as pytree
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 # - what throws away what a checkpoint computes again, as an owner and a name, so that it can be
 #   replaced: CHECKPOINT_HOOK
 # - the hooks of all modules: GLOBAL_HOOKS
+# - the class and the properties of a module that is parametrized: inject_parametrized_...
 # - what a CUDA graph leaves undone whose recording has failed: end_allocating
 # - torch.compile: what it asks of a callable (ASKED_BY_COMPILE), the names of its backends, and
 #   whether inductor finds a C++ compiler
@@ -63,6 +66,8 @@ __all__ = [
     "foreach_zero",
     "group_by_device_and_dtype",
     "has_tangents",
+    "inject_parametrized_class",
+    "inject_parametrized_property",
     "is_batched",
     "is_profiling",
     "is_transformed",

@@ -48,12 +48,10 @@ class MeanLoss:
         possible = [name for name in self._possible if name in ways] or ["rows"]
         if len(possible) > 1 or not self._runs:
             totals = {name: weighed(losses, ways[name]).item() for name in possible}
-            possible = self._narrowed(totals, whole)
+            possible = self._fitting(totals, whole)
         return ways[possible[0]]
 
-    def _narrowed(
-        self, totals: Mapping[str, float], whole: Callable[[], torch.Tensor]
-    ) -> list[str]:
+    def _fitting(self, totals: Mapping[str, float], whole: Callable[[], torch.Tensor]) -> list[str]:
         """Those of these ways that give the loss of the whole batch, if there is a difference."""
         first, *others = totals.values()
         differ = not all(math.isclose(first, other, rel_tol=_ROUNDING) for other in others)
