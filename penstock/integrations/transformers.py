@@ -9,6 +9,7 @@ trainer.train()
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -390,6 +391,8 @@ _REFUSED = {
     "no point at which memory is to be returned; leave it out",
 }
 
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # which is the older name
+
 
 def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
     """Check that nothing is asked for that a pipeline replaces or cannot do.
@@ -406,6 +409,13 @@ def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
         raise InputError(
             f"optim={optimizer!r} cannot be used with a pipeline: it updates parameters within the "
             "backward, and every micro-batch has a backward; use an optimizer that steps after it"
+        )
+    checkpoints = any(getattr(args, name, None) for name in _CHECKPOINTING)
+    if checkpoints and "recompute" not in options and "plan" not in options:
+        warnings.warn(
+            "activation_checkpointing=True saves no memory in layers that are divided into "
+            "calls: say what is computed again, pipeline={'recompute': 'all'}",
+            stacklevel=2,
         )
     if args.use_cpu:
         check_cpus("use_cpu=True", options)

@@ -519,6 +519,15 @@ def test_mistakes_are_named(pipeline: Any, given: Any, message: str, tmp_path: P
         PenstockTrainer(model(), arguments(tmp_path, **given), pipeline=pipeline)
 
 
+def test_what_does_not_save_memory_is_warned_of(tmp_path: Path) -> None:
+    args = arguments(tmp_path, activation_checkpointing=True)
+    with pytest.warns(UserWarning, match="saves no memory in layers that are divided"):
+        PenstockTrainer(model(), args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        PenstockTrainer(model(), args, pipeline={"recompute": "all"})
+
+
 def test_compiling_by_accelerate_launch_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
