@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.utils.parametrize import _inject_new_class as inject_parametrized_class
+from torch.nn.utils.parametrize import _inject_property as inject_parametrized_property
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.overrides import _pop_mode_temporarily as without_function_mode
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype as group_by_device_and_dtype,
 )
@@ -37,12 +41,18 @@ if TYPE_CHECKING:
 #   without_function_mode
 # - norms and copies in the bits of torch's own: group_by_device_and_dtype, foreach_...
 # - a tensor with a shape and without memory: wrapper_subclass
+# - what throws away what a checkpoint computes again, as an owner and a name, so that it can be
+#   replaced: CHECKPOINT_HOOK
+# - the hooks of all modules: GLOBAL_HOOKS
+# - the class and the properties of a module that is parametrized: inject_parametrized_...
 # - what a CUDA graph leaves undone whose recording has failed: end_allocating
 # - torch.compile: what it asks of a callable (ASKED_BY_COMPILE), the names of its backends, and
 #   whether inductor finds a C++ compiler
 # - tensors of the user's own classes, read without their __torch_function__: without_...functions
 __all__ = [
     "ASKED_BY_COMPILE",
+    "CHECKPOINT_HOOK",
+    "GLOBAL_HOOKS",
     "BatchNorm",
     "InstanceNorm",
     "NormBase",
@@ -56,6 +66,8 @@ __all__ = [
     "foreach_zero",
     "group_by_device_and_dtype",
     "has_tangents",
+    "inject_parametrized_class",
+    "inject_parametrized_property",
     "is_batched",
     "is_profiling",
     "is_transformed",
@@ -70,6 +82,11 @@ __all__ = [
 ]
 
 ASKED_BY_COMPILE = "_torchdynamo_orig_callable"
+CHECKPOINT_HOOK = checkpoint, "_checkpoint_hook"
+GLOBAL_HOOKS = (
+    *(modules._global_forward_pre_hooks, modules._global_forward_hooks),
+    *(modules._global_backward_pre_hooks, modules._global_backward_hooks),
+)
 foreach_copy_ = torch._foreach_copy_
 foreach_norms = torch._foreach_norm
 foreach_zero = torch.ops.aten._foreach_zero_.default

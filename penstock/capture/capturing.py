@@ -411,10 +411,14 @@ class _Capturer:
         """The model and the inputs, on one device: copies if it is placed on several."""
         if isinstance(leaves, Inputs):
             leaves = leaves.with_values(leaves)
-        if len({p.device for p in self.model.parameters()}) <= 1:
+        devices = {p.device for p in self.model.parameters()}
+        if not devices or META in devices:
             return self.model, list(leaves)
-        model = copy.deepcopy(self.model).cpu()
-        return model, [x.cpu() if isinstance(x, torch.Tensor) else x for x in leaves]
+        if len(devices) == 1:
+            model, (there,) = self.model, devices
+        else:
+            model, there = copy.deepcopy(self.model).cpu(), torch.device("cpu")
+        return model, [x.to(there) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     def _check(self, trace: Trace, sizes: Sizes, expected: list[Any], training: bool) -> None:
         """Replay and compare with what the model itself gave, bit for bit."""

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils import checkpoint as checkpointing
 
 from penstock.capture.reads import SETTINGS, Reading
 from penstock.errors import CaptureError
+from penstock.torch_internals import CHECKPOINT_HOOK
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
@@ -185,7 +185,8 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
     """
     grad_enabled = torch.is_grad_enabled
     apply = torch.autograd.Function.__dict__["apply"]
-    hook = checkpointing._checkpoint_hook
+    checkpointing, hook_name = CHECKPOINT_HOOK
+    hook = getattr(checkpointing, hook_name)
     reading = recorder.reading
 
     def is_grad_enabled() -> bool:
@@ -212,5 +213,5 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
         (torch, "is_grad_enabled", is_grad_enabled),
         *((torch, name, setting(name)) for name in SETTINGS),
         (torch.autograd.Function, "apply", classmethod(checked)),
-        (checkpointing, "_checkpoint_hook", checkpoint_hook),
+        (checkpointing, hook_name, checkpoint_hook),
     ]

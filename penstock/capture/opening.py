@@ -6,24 +6,17 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from penstock.capture.calls import Attribute, Trace
 from penstock.capture.meta import is_on_meta
 from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError
+from penstock.torch_internals import GLOBAL_HOOKS
 
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 _TIED = (nn.Linear, nn.Embedding)  # opened before a recording, where they share a weight
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-_GLOBAL = (
-    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
-    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
-)
-
 
 _COLLECTING = ("transformers.utils.output_capturing",)
 """Where hooks come from that only collect what a forward makes, while it is called for that.
@@ -49,7 +42,7 @@ def check_no_global_hooks() -> None:
     Raises:
         InputError: there is one.
     """
-    if any(_GLOBAL):
+    if any(GLOBAL_HOOKS):
         raise InputError(
             "there are global module hooks (torch.nn.modules.module.register_module_forward_hook "
             "or similar). A pipeline would call them for some modules only: remove them while a "

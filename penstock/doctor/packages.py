@@ -18,6 +18,10 @@ _FOR = {
     "metrics": "Prometheus metrics",
     "trace": "timelines for Perfetto",
     "ray": 'workers="ray"',
+    "lightning": "Lightning and Fabric",
+    "accelerate": "models prepared with Accelerate",
+    "transformers": "PenstockTrainer",
+    "serve": "penstock serve",
 }
 
 
@@ -43,7 +47,7 @@ def packages() -> Iterator[Finding]:
         extra = _EXTRA.search(marker)
         if extra is None:
             yield _needed(name, bounds)
-        elif extra.group(1) in _FOR:
+        elif extra.group(1) in _FOR and name != "penstock":
             extras.setdefault(extra.group(1), []).append((name, bounds))
     for extra_name, wanted in extras.items():
         yield _extra(extra_name, wanted)

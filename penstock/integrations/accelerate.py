@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.integrations.late import LatePipeline
+from penstock.integrations.late import LatePipeline, check_cpus
 from penstock.integrations.module import PipelinedModule
 from penstock.pipeline import Pipeline
 
@@ -31,8 +32,8 @@ def prepare(accelerator: Accelerator, model: object, **options: Any) -> Any:
         the prepared module, an `nn.Module` with the parameters and the state dict of the model.
 
     Raises:
-        InputError: the accelerator has several processes, or the model is prepared, or a pipeline;
-            or `Pipeline` has no such option.
+        InputError: the accelerator has several processes, or does what a pipeline cannot; or the
+            model is prepared, or a pipeline; or `Pipeline` has no such option.
     """
     if accelerator.num_processes > 1:
         raise InputError(
@@ -56,11 +57,50 @@ def prepare(accelerator: Accelerator, model: object, **options: Any) -> Any:
             f"a {type(model).__name__} was given, not an nn.Module; optimizers, loaders and "
             "schedulers are prepared with accelerator.prepare"
         )
+    _check(accelerator)
     module = PipelinedModule(model, **options)
-    if module.late.are_ranks:
+    if accelerator.device.type == "cpu":
+        check_cpus("Accelerator(cpu=True)", options)
+    late = module.late
+    if late.are_ranks:
         raise InputError('under Accelerate, workers= is "threads" or "processes"')
-    accelerator.register_for_checkpointing(_RandomState(module.late))
-    return accelerator.prepare(module)
+    late.home, late.optimizers = accelerator.device, lambda: accelerator._optimizers
+    accelerator.register_for_checkpointing(_RandomState(late))
+    return accelerator.prepare(module, device_placement=[False])  # the pipeline places its stages
+
+
+def _check(accelerator: Accelerator) -> None:
+    """Raise if an accelerator divides the model itself, or replaces parts of it.
+
+    Raises:
+        InputError: it does.
+    """
+    kind = accelerator.distributed_type
+    if kind != DistributedType.NO:
+        raise InputError(
+            f"Accelerate was set up for {kind.value}, which divides the model itself, as Penstock "
+            "does: use one of them"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise InputError(
+            "mixed_precision='fp8' replaces layers of the model when it is prepared, which the "
+            "pipeline would not see: use 'bf16'"
+        )
+    check_not_compiled(accelerator)
+
+
+def check_not_compiled(accelerator: Accelerator) -> None:
+    """Raise if an accelerator compiles what it prepares.
+
+    Raises:
+        InputError: it does.
+    """
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != DynamoBackend.NO:
+        raise InputError(
+            f"Accelerate was set up to compile models by {backend.value.lower()}, which cannot be "
+            "used with a pipeline; compile submodules of the model, each of which stays whole"
+        )
 
 
 class _RandomState:

@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from penstock.capture.trees import map_leaves, tree_leaves
+from penstock.devices.kinds import accelerator
+from penstock.engine.ends import to_device
 from penstock.errors import InputError, PlanError
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.workers.kinds import WorkerOptions
+from penstock.workers.optimizer_parts import move_state
 from penstock.workers.ray.options import Ray
 
 _OWN = ("self", "model", "args", "kwargs", "program")
@@ -37,6 +42,8 @@ class LatePipeline:
     Attributes:
         model: of the pipeline.
         pipe: the pipeline; `None` before the first call, and after `close()`.
+        home: the device that its results are put on; `None` leaves them with the last stage.
+        optimizers: returns those whose states follow the parameters when a pipeline moves these.
 
     Raises:
         InputError: `Pipeline` has no such option, or one has no meaning.
@@ -46,6 +53,8 @@ class LatePipeline:
         check_options(options)
         self.model = model
         self.pipe: Pipeline | None = None
+        self.home: torch.device | None = None
+        self.optimizers: Callable[[], Iterable[Optimizer]] = tuple
         self.are_ranks = are_ranks(options)
         self._options = dict(options)
         self._plan: Plan | None = None
@@ -56,27 +65,39 @@ class LatePipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, as from `Pipeline.__call__`."""
         with self.direct():
-            return self._built(args, kwargs)(*args, **kwargs)
+            return on_device(self._built(args, kwargs)(*args, **kwargs), self.home)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of a batch, as `Pipeline.train_step` does."""
         example = {name: value for name, value in kwargs.items() if name not in _OF_STEPS}
         with self.direct():
-            return self._built(args, example).train_step(*args, **kwargs)
+            step = self._built(args, example).train_step
+            return on_device(step(*args, **kwargs), self.home)
+
+    def whole(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model itself returns, which runs where its weights are."""
+        there = place_of(self.model)
+        with self.direct():
+            result = self.model(*on_device(args, there), **on_device(kwargs, there))
+        return on_device(result, self.home)
 
     @contextmanager
-    def routed(self) -> Iterator[None]:
+    def routed(self, is_split: bool = True) -> Iterator[None]:
         """While open, calls of the model in this thread, `model(...)`, run through the pipeline.
 
         The model is not changed otherwise: not its class, its `forward`, its hooks, or the names in
         its state dict. In other threads, which are workers, it is called as it is.
+
+        Args:
+            is_split: if not, the calls are `whole(...)`.
         """
+        runs = self if is_split else self.whole
         thread, model = threading.get_ident(), self.model
         before = vars(model).get("_compiled_call_impl")
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
-                return self(*args, **kwargs)
+                return runs(*args, **kwargs)
             return (before or model._call_impl)(*args, **kwargs)
 
         self._before, self._is_routed = before, True
@@ -95,9 +116,12 @@ class LatePipeline:
     def _built(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
         if self.pipe is None:
             with torch.inference_mode(False), torch.enable_grad():
+                args, kwargs = beside(self.model, (args, kwargs))
                 self.pipe = self._again(args, kwargs)
                 if self.pipe is None:
                     self.pipe = Pipeline(self.model, args, kwargs, **self._options)
+            for optimizer in self.optimizers():
+                move_state(optimizer.param_groups, optimizer.state)
             if self._random is not None:
                 self.pipe.load_random_state(self._random)
         return self.pipe
@@ -166,6 +190,24 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def check_cpus(what: str, options: Mapping[str, Any]) -> None:
+    """Raise if a pipeline would take GPUs where a framework was told to use CPUs.
+
+    Args:
+        what: says that to the framework.
+        options: of the pipeline.
+
+    Raises:
+        InputError: it would.
+    """
+    is_given = options.get("devices") is not None or options.get("plan") is not None
+    if not is_given and accelerator() is not None:
+        raise InputError(
+            f"{what} asks for CPUs, and a pipeline without devices= takes the GPUs: give "
+            'devices=["cpu", "cpu"], one for each worker, or leave it out'
+        )
+
+
 def are_ranks(options: Mapping[str, Any]) -> bool:
     """Whether every process that runs the script is a worker, as under torchrun."""
     return _worker_options(options).are_ranks
@@ -180,6 +222,41 @@ def _worker_options(options: Mapping[str, Any]) -> WorkerOptions:
         threads=options.get("threads_per_worker") or 0,
         on_failure=options.get("on_failure", "raise"),
     )
+
+
+def place_of(model: nn.Module) -> torch.device | None:
+    """The device of all weights; `None` if they are on several, or have no values yet."""
+    tensors = (*model.parameters(), *model.buffers())
+    devices = {tensor.device for tensor in tensors}
+    is_one = len(devices) == 1 and not any(tensor.is_meta for tensor in tensors)
+    return devices.pop() if is_one else None
+
+
+def beside(model: nn.Module, example: Any) -> Any:
+    """An example on the device of the model, where the model is to be recorded with it.
+
+    Frameworks put batches where results are to be. If a pipeline has left the weights on several
+    devices, they are brought to the CPU first, from where the next one moves them.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return example
+    if len({tensor.device for tensor in tensors}) > 1:
+        model.cpu()
+    return on_device(example, place_of(model))
+
+
+def on_device(value: Any, device: torch.device | None) -> Any:
+    """A value with its tensors on a device; the value itself if they are there.
+
+    Args:
+        value: a tensor, or containers of tensors and other things.
+        device: `None` leaves all where it is.
+    """
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    if device is None or all(tensor.device == device for tensor in tensors):
+        return value
+    return map_leaves(lambda leaf: to_device(leaf, device), value)
 
 
 @contextmanager

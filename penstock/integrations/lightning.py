@@ -14,14 +14,15 @@ import torch.distributed as dist
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.devices.choice import existing_devices
+from penstock.devices.choice import device_choices, existing_devices
 from penstock.errors import InputError
-from penstock.integrations.late import LatePipeline, are_ranks, check_options
+from penstock.integrations.late import LatePipeline, are_ranks, check_cpus, check_options, place_of
 from penstock.integrations.module import PipelinedModule
 from penstock.integrations.optimizers import Divided
 from penstock.pipeline import Pipeline
@@ -158,7 +159,7 @@ class PenstockStrategy(Strategy):
         """Where batches are put: the device of the last stage, where the results come out."""
         if self._ranks.several:
             local = self._parallel_devices or [torch.device("cpu")]
-            return local[int(os.environ.get("LOCAL_RANK", 0)) % len(local)]
+            return local[_local_rank() % len(local)]
         given = self._options.get("devices")
         if given is not None:
             return existing_devices(given)[-1]
@@ -221,6 +222,8 @@ class PenstockStrategy(Strategy):
         module = self.lightning_module
         assert module is not None
         options = self._options
+        if isinstance(self.accelerator, CPUAccelerator):
+            check_cpus('Trainer(accelerator="cpu")', options)
         if "devices" not in options and len(self._parallel_devices) > 1 and not self._ranks.several:
             options = {**options, "devices": self._parallel_devices}
         found = _found(module, self._chosen)
@@ -228,6 +231,8 @@ class PenstockStrategy(Strategy):
             if name not in self._late or self._late[name].model is not part:
                 self._late[name] = LatePipeline(part, options)
         self._late = {name: self._late[name] for name in found}
+        for late in self._late.values():
+            late.home, late.optimizers = self.root_device, lambda: self.optimizers
         self._load_random()
         super().setup(trainer)
 
@@ -267,11 +272,11 @@ class PenstockStrategy(Strategy):
     # -- steps -------------------------------------------------------------------------------
 
     @contextmanager
-    def _routed(self) -> Iterator[None]:
-        """While open, calls of the modules are calls of their pipelines."""
+    def _routed(self, is_split: bool = True) -> Iterator[None]:
+        """While open, calls of the modules are calls of their pipelines, or run them whole."""
         with ExitStack() as stack:
             for late in self._late.values():
-                stack.enter_context(late.routed())
+                stack.enter_context(late.routed(is_split))
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,14 +326,12 @@ class PenstockStrategy(Strategy):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Before training the pipeline is left to be built by a batch of that."""
+        """Before training the pipeline is left to be built by a batch of that, if possible."""
         module = self.lightning_module
         assert module is not None
-        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and not self.pipelines:
-            yield
-            return
-        with self._routed():
+        is_early = module.trainer.state.fn == TrainerFn.FITTING and not self.pipelines
+        is_whole = is_early and all(place_of(late.model) for late in self._late.values())
+        with self._routed(is_split=not is_whole):
             yield
 
     # -- checkpoints -------------------------------------------------------------------------
@@ -396,6 +399,10 @@ class PenstockStrategy(Strategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return self._ranks.decide(decision, all)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def _found(module: pl.LightningModule, chosen: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -484,15 +491,24 @@ class FabricPenstockStrategy(SingleDeviceStrategy):
         self._ranks = _Ranks(options)
         self._options = options
         self._modules: list[PipelinedModule] = []
-        given = options.get("devices")
-        place = "cpu" if given is None or self._ranks.several else existing_devices(given)[-1]
-        super().__init__(place, accelerator, checkpoint_io, precision)
+        self._optimizers: list[Optimizer] = []
+        super().__init__(self._home(), accelerator, checkpoint_io, precision)
         self.global_rank = self._ranks.rank
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this process writes files and prints."""
         return self._ranks.rank == 0
+
+    def _home(self) -> torch.device:
+        """Where batches are put: the device of the last stage, where the results come out."""
+        given = self._options.get("devices")
+        if not self._ranks.several and given is not None:
+            return existing_devices(given)[-1]
+        if given is not None or "plan" in self._options:
+            return torch.device("cpu")
+        own = device_choices(None)[-1]
+        return own[_local_rank() % len(own)] if self._ranks.several else own[-1]
 
     def setup_environment(self) -> None:
         self._ranks.begin()
@@ -503,10 +519,12 @@ class FabricPenstockStrategy(SingleDeviceStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         wrapped = PipelinedModule(module, **self._options)
+        wrapped.late.home, wrapped.late.optimizers = self.root_device, lambda: self._optimizers
         self._modules.append(wrapped)
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._optimizers.append(optimizer)
         if self._ranks.several:
             Divided(optimizer, self._pipeline_of)
         return optimizer

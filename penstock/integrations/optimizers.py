@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from penstock.errors import InputError
 from penstock.pipeline import Pipeline
 from penstock.training.optimizer import PipelineOptimizer
+from penstock.workers.optimizer_parts import move_state
 
 Find = Callable[[Sequence[torch.Tensor]], Pipeline]
 """The pipeline that has these parameters."""
@@ -21,8 +22,8 @@ class Divided:
     """An optimizer whose steps are done by the workers of a pipeline, each for what it owns.
 
     It stays the same object with the same groups, so schedulers and wrappers of it go on working.
-    Its `step`, `state_dict` and `load_state_dict` are those of a `PipelineOptimizer` from its first
-    step on.
+    Its `step` and `state_dict` are those of a `PipelineOptimizer` from its first step on, with the
+    hooks that are registered on it.
 
     Args:
         optimizer: of a class of `torch.optim`, over parameters of one pipeline.
@@ -49,21 +50,22 @@ class Divided:
         def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(closure)
 
-        vars(step).update(vars(getattr(optimizer.step, "__func__", optimizer.step)))
+        hooked = Optimizer.profile_hook_step(step)  # as torch does with the step of every class
+        vars(hooked).update(vars(getattr(optimizer.step, "__func__", optimizer.step)))
         vars(optimizer).update(
-            step=MethodType(step, optimizer),
+            step=MethodType(hooked, optimizer),
             state_dict=self._states,
             load_state_dict=self._load,
         )
 
     def gather(self) -> None:
         """Make it a plain optimizer again, with the state from all ranks, which all call this."""
-        state = self._states()
+        self._fetch()
         for name in ("step", "state_dict", "load_state_dict"):
             vars(self._optimizer).pop(name, None)
         if self._own_step is not None:
             vars(self._optimizer).update(step=self._own_step)
-        self._load_state_dict(state)
+        move_state(self._optimizer.param_groups, self._optimizer.state)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -75,22 +77,24 @@ class Divided:
         if self._parts is None:
             pipe = self._find(parameters_of([optimizer]))
             self._parts = pipe.optimizer(type(optimizer), optimizer.param_groups)
-            if optimizer.state:
-                self._parts.load_state_dict(self._state_dict())
+            self._parts.state = optimizer.state  # one for both, in which each rank has its part
         self._parts.param_groups = optimizer.param_groups
         self._parts.step()
         return loss
 
     def _states(self) -> dict[str, Any]:
-        if self._parts is None:
-            return self._state_dict()
-        self._parts.param_groups = self._optimizer.param_groups
-        return self._parts.state_dict()
+        self._fetch()
+        return self._state_dict()
+
+    def _fetch(self) -> None:
+        """Bring the state from all ranks here."""
+        if self._parts is not None:
+            self._parts.param_groups = self._optimizer.param_groups
+            self._parts.state_dict()
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._load_state_dict(state_dict)
-        if self._parts is not None:
-            self._parts.load_state_dict(state_dict)
+        self._parts = None  # the next step divides what was loaded
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:

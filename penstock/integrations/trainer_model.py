@@ -13,8 +13,11 @@ from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
 
 from penstock.errors import InputError
+from penstock.integrations.late import beside, on_device
+from penstock.integrations.means import MeanLoss, normalized, weighed
 from penstock.pipeline import Pipeline
 from penstock.training.optimizer import PipelineOptimizer
+from penstock.workers.optimizer_parts import move_state
 
 Inputs = dict[Any, Any]
 """A batch: the model's arguments by name, or by position."""
@@ -63,6 +66,7 @@ class TrainerModel:
         runs_batches_together: whether the batches of an optimizer step are the micro-batches of
             one pass.
         is_accumulating: whether a batch of the present optimizer step was run.
+        optimizer: the Trainer's; its state follows the parameters when a pipeline moves these.
     """
 
     def __init__(
@@ -78,10 +82,12 @@ class TrainerModel:
         self.runs_batches_together = accumulated > 1 and chosen == "auto"
         self._options = dict(options)
         self.is_accumulating = False
+        self.optimizer: torch.optim.Optimizer | None = None
         self._accumulated = accumulated
         self._accelerator = accelerator
         self._shapes: list[_Shapes] = []  # all that were seen and need a pipeline of their own
         self._sums: bool | None = None
+        self._mean = MeanLoss(class_name(model))
         self._trains = False  # whether the pipeline was built for training
         self._random_state: Mapping[str, int] | None = None
         self._num_microbatches: int | str = "auto"
@@ -123,10 +129,12 @@ class TrainerModel:
         if given.get("num_microbatches", "auto") == "auto" and "plan" not in given:
             given["num_microbatches"] = self._num_microbatches if repeated == 1 else repeated
         example = {name: _repeated(value, repeated) for name, value in batch.items()}
-        args, kwargs = _by_position(example)
+        args, kwargs = _by_position(beside(self.model, example))
         with self._accelerator.autocast():
             self.pipe = Pipeline(self.model, args, kwargs, merge="list", **given)
         self._trains = trains
+        if self.optimizer is not None and self.pipe.shares_model:
+            move_state(self.optimizer.param_groups, self.optimizer.state)
         if self._random_state is not None:
             self.pipe.load_random_state(self._random_state)
         return self.pipe
@@ -242,7 +250,7 @@ class TrainerModel:
         """What the model returns for a batch; with gradients, if they are enabled.
 
         Tensors of micro-batches are concatenated along the first dimension. A loss is that of the
-        whole batch.
+        whole batch. All are on the device that batches are put on.
 
         Raises:
             InputError: the results of micro-batches cannot be put together.
@@ -254,14 +262,31 @@ class TrainerModel:
             parts = pipe(*args, **kwargs)
         if self._accelerator.mixed_precision != "no":
             parts = convert_to_fp32(parts)
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
-        has_loss = "num_items_in_batch" in kwargs and (
-            not isinstance(first, Mapping) or first.get("loss") is not None
-        )
-        is_sum = has_loss and self._is_sum(batch)
-        return _together(parts, _rows(batch, len(parts)), is_sum)
+        found = parts[0]
+        if len(parts) > 1:
+            rows = _rows(batch, len(parts))
+            shares = self._shares(batch, [_loss_of(part) for part in parts], rows, trains)
+            found = _together(parts, rows, shares)
+        return on_device(found, self._accelerator.device)
+
+    def _shares(
+        self, batch: Inputs, losses: Sequence[Any], rows: Sequence[int], trains: bool
+    ) -> list[float]:
+        """How much the losses of micro-batches count in that of their batch."""
+        if losses[0] is not None and "num_items_in_batch" in batch and self._is_sum(batch):
+            return [1.0] * len(losses)
+        if losses[0] is None or trains or 0 in batch:
+            return normalized(rows)
+        return self._mean.shares(batch, losses, rows, lambda: self._loss_of_whole(batch))
+
+    def _loss_of_whole(self, batch: Inputs) -> torch.Tensor:
+        """The loss of a batch that is run as one micro-batch, without gradients."""
+        assert self.pipe is not None
+        with torch.no_grad(), self._accelerator.autocast():
+            found: torch.Tensor = self.pipe.train_microbatches(
+                [batch], loss_fn=_returned, weight=None
+            )
+        return found
 
     def _is_sum(self, batch: Inputs) -> bool:
         """Whether the model divides its loss by the number of items, as the Trainer takes it to.
@@ -382,15 +407,24 @@ def _rows(batch: Inputs, count: int) -> list[int]:
     return [len(part) for part in torch.empty(rows).tensor_split(count)]
 
 
+def _loss_of(result: Any) -> torch.Tensor | None:
+    """The loss among the results of a micro-batch, if there is one."""
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    else:
+        found = result[0] if isinstance(result, (tuple, list)) and result else None
+    return found if isinstance(found, torch.Tensor) and not found.ndim else None
+
+
 def _together(
-    parts: Sequence[Any], rows: Sequence[int], is_sum: bool, is_loss: bool = False
+    parts: Sequence[Any], rows: Sequence[int], shares: Sequence[float], is_loss: bool = False
 ) -> Any:
     """The result of a batch of those of its micro-batches.
 
     Args:
         parts: the results.
-        rows: of every micro-batch.
-        is_sum: whether the loss is a sum; otherwise it is a mean over rows.
+        rows: of every micro-batch; other means than losses are weighted by these.
+        shares: of every micro-batch in the loss.
         is_loss: whether these are losses.
 
     Raises:
@@ -400,20 +434,16 @@ def _together(
     if isinstance(first, torch.Tensor):
         if first.ndim:
             return torch.cat(list(parts))
-        shares = [1.0 if is_sum and is_loss else count / sum(rows) for count in rows]
-        total = parts[0] * shares[0]
-        for part, share in zip(parts[1:], shares[1:], strict=True):
-            total = total + part * share
-        return total
+        return weighed(parts, shares if is_loss else normalized(rows))
     if isinstance(first, Mapping):
         made = {
-            name: _together([part[name] for part in parts], rows, is_sum, name == "loss")
+            name: _together([part[name] for part in parts], rows, shares, name == "loss")
             for name in first
         }
         return type(first)(**made)
     if isinstance(first, (tuple, list)):
         items = zip(*parts, strict=True)
-        return type(first)([_together(item, rows, is_sum, k == 0) for k, item in enumerate(items)])
+        return type(first)([_together(item, rows, shares, k == 0) for k, item in enumerate(items)])
     if all(part is None or part == first for part in parts):
         return first
     raise InputError(

@@ -9,7 +9,9 @@ trainer.train()
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,8 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.errors import InputError
-from penstock.integrations.late import check_options
+from penstock.integrations.accelerate import check_not_compiled
+from penstock.integrations.late import are_ranks, check_cpus, check_options
 from penstock.integrations.trainer_model import Inputs, Objective, TrainerModel, class_name
 from penstock.pipeline import Pipeline
 
@@ -70,7 +73,7 @@ class PenstockMixin(_Base):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create an accelerator that leaves devices and ranks to the pipeline."""
-        _check_arguments(self.args)
+        _check_arguments(self.args, self._options)
         self.args.device  # noqa: B018 - sets the number of GPUs
         self.args._n_gpu = 1  # no DataParallel, and no larger batches for it
         super().create_accelerator_and_postprocess()
@@ -82,6 +85,15 @@ class PenstockMixin(_Base):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is; the pipeline places its stages."""
+
+    def get_train_dataloader(self) -> Any:
+        """The Trainer's loader; its worker processes have the same seeds on all ranks."""
+        loader = super().get_train_dataloader()
+        inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
+        begin = inner.worker_init_fn
+        if isinstance(begin, partial) and "rank" in begin.keywords:
+            inner.worker_init_fn = partial(begin, rank=0)
+        return loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The rows of an optimizer step; all ranks share one batch."""
@@ -134,6 +146,7 @@ class PenstockMixin(_Base):  # type: ignore[misc]
             batch that is run with a later one.
         """
         pipelined: Any = self._wrap_model(self.model)
+        pipelined.optimizer = self.optimizer
         if self._computes_own_loss():
             self.model.train()
             if callable(getattr(self.optimizer, "train", None)):
@@ -372,10 +385,16 @@ _REFUSED = {
     "parallelism_config": "Penstock divides the model itself",
     "torch_compile": "compile submodules of the model before it is given to the Trainer; each "
     "stays whole",
+    "auto_find_batch_size": "what a stage without memory raises is a WorkerError, after which "
+    "Accelerate does not try again; set per_device_train_batch_size",
+    "torch_empty_cache_steps": "forwards and backwards of micro-batches alternate, so a step has "
+    "no point at which memory is to be returned; leave it out",
 }
 
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # which is the older name
 
-def _check_arguments(args: Any) -> None:
+
+def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
     """Check that nothing is asked for that a pipeline replaces or cannot do.
 
     Raises:
@@ -385,6 +404,42 @@ def _check_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise InputError(f"{name}={value!r} cannot be used with a pipeline: {why}")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
+        raise InputError(
+            f"optim={optimizer!r} cannot be used with a pipeline: it updates parameters within the "
+            "backward, and every micro-batch has a backward; use an optimizer that steps after it"
+        )
+    checkpoints = any(getattr(args, name, None) for name in _CHECKPOINTING)
+    if checkpoints and "recompute" not in options and "plan" not in options:
+        warnings.warn(
+            "activation_checkpointing=True saves no memory in layers that are divided into "
+            "calls: say what is computed again, pipeline={'recompute': 'all'}",
+            stacklevel=2,
+        )
+    if args.use_cpu:
+        check_cpus("use_cpu=True", options)
+    if are_ranks(options):
+        _check_ranks(args)
+
+
+def _check_ranks(args: Any) -> None:
+    """Check that nothing is asked for that ranks would not do together.
+
+    Raises:
+        InputError: something is.
+    """
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise InputError(
+            "enable_jit_checkpoint=True cannot be used under torchrun: ranks save together, and "
+            "SIGTERM comes to each at another step; save every few steps, save_steps=..."
+        )
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        raise InputError(
+            "train_sampling_strategy='batch_rebalance' cannot be used under torchrun: it gives "
+            "ranks different rows, and the ranks of a pipeline run the same ones; use "
+            "'group_by_length'"
+        )
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
@@ -404,3 +459,4 @@ def _check_accelerator(accelerator: Accelerator) -> None:
             f"mixed precision {accelerator.mixed_precision!r} cannot be used with a pipeline; "
             "use bf16=True"
         )
+    check_not_compiled(accelerator)

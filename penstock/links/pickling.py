@@ -22,6 +22,7 @@ from penstock.errors import WorkerError
 from penstock.links.local import Aborted
 from penstock.links.segment import Place, brought, shift_of
 from penstock.links.shared_memory import Layout, is_plain, laid_out
+from penstock.torch_internals import inject_parametrized_class, inject_parametrized_property
 
 DeviceFor = Callable[[torch.device], torch.device]
 """The device on which a process wants what was on this device of another process."""
@@ -295,9 +296,9 @@ def _made_again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExcepti
 def _parametrized(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
     """A module without contents, of a class that computes what has these names."""
     module = kind.__new__(kind)
-    parametrize._inject_new_class(module)
+    inject_parametrized_class(module)
     for name in names:
-        parametrize._inject_property(module, name)
+        inject_parametrized_property(module, name)
     return module
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,6 +218,18 @@ def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "penstock[report]" in states["extra report"].to_do
     assert states["extra trace"].state == "warning"
     assert "extra test" not in states
+
+
+def test_every_extra_for_users_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((SOURCES.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = [f"{name}; extra == '{extra}'" for extra in extras for name in extras[extra]]
+    monkeypatch.setattr(packages.metadata, "requires", lambda _: required)
+    names = {each.name for each in packages.packages()}
+    assert names == {"penstock", *(f"extra {name}" for name in extras)} - {
+        *("extra browser", "extra docs", "extra test")
+    }
+    assert "penstock" not in found(packages.packages(), "extra serve").found
 
 
 # -- torch and devices ----------------------------------------------------------------------------

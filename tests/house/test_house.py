@@ -260,19 +260,28 @@ def test_functions_that_use_the_package_can_be_pickled_by_value() -> None:
 
 
 def private_uses(tree: ast.AST) -> Iterator[str]:
-    """What a module names of torch that is private."""
+    """What a module names of torch that is private, by whatever names it has imported it."""
+    names = {"torch": "torch"}
+    for name, path in names_of_torch(tree):
+        names[name] = path
+        if is_private(path):
+            yield path
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            path = ".".join((names.get(first, ""), *rest))
+            if first in names and path.replace(".", "").isidentifier() and is_private(path):
+                yield path
+
+
+def names_of_torch(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """The names under which a module has what it imports of torch, and what they stand for."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            for alias in node.names:
-                if is_private(path := f"{node.module}.{alias.name}"):
-                    yield path
+            yield from ((a.asname or a.name, f"{node.module}.{a.name}") for a in node.names)
         elif isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name[:6] == "torch." and is_private(a.name))
-        elif isinstance(node, ast.Attribute):
-            path = ast.unparse(node)
-            is_torch = path.startswith("torch.") and path.replace(".", "").isidentifier()
-            if is_torch and is_private(path):
-                yield path
+            names = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            yield from ((alias.asname or alias.name, alias.name) for alias in names)
 
 
 def is_private(path: str) -> bool:
@@ -316,6 +325,23 @@ def test_what_is_private_to_torch_is_named_in_one_module() -> None:
             assert not found, f"{path}: {found}"
     own = ROOT / "torch_internals.py"
     assert {"torch._C.DisableTorchFunction"} < set(private_uses(parsed(own)))
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("torch._C.has_mps", "torch._C.has_mps"),
+        ("import torch._dynamo", "torch._dynamo"),
+        ("from torch.utils import _pytree as pytree", "torch.utils._pytree"),
+        ("from torch.utils import checkpoint as c\nc._hook", "torch.utils.checkpoint._hook"),
+        ("import torch.distributed as dist\ndist._x", "torch.distributed._x"),
+        ("from torch import nn\nnn.Module._call_impl", "torch.nn.Module._call_impl"),
+        ("module._buffers", None),
+        ("import torch\ntorch.__version__", None),
+    ],
+)
+def test_private_uses_are_found(code: str, found: str | None) -> None:
+    assert found == next(private_uses(ast.parse(code)), None)
 
 
 GONE = frozenset(

@@ -102,7 +102,7 @@ def test_the_workflow_runs_what_a_visitor_runs() -> None:
 
 def test_papers_can_be_read() -> None:
     citation = loaded(HOME / "CITATION.cff")
-    assert citation["title"] == "Penstock"
+    assert (citation["title"], citation["version"]) == ("Penstock", ps.__version__)
     forms = sorted((HOME / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
     assert len(forms) > 2
     for form in [form for form in forms if form.name != "config.yml"]:

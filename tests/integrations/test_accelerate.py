@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -157,3 +158,25 @@ def test_what_cannot_be_prepared() -> None:
         through(accelerator, net, workers="torchrun")
     with pytest.raises(InputError, match="prepared already"):
         through(accelerator, accelerator.prepare(network()))
+
+
+def test_what_divides_or_replaces_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="set up to compile models by eager"):
+        through(Accelerator(cpu=True, dynamo_backend="eager"), network())
+    _reset()
+    accelerator = Accelerator(cpu=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(Accelerator, "mixed_precision", "fp8")
+        with pytest.raises(InputError, match="mixed_precision='fp8' replaces layers"):
+            through(accelerator, network())
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(InputError, match="set up for DEEPSPEED, which divides the model itself"):
+        through(accelerator, network())
+
+
+def test_the_model_stays_where_it_is_until_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be too large for the device of the batches."""
+    accelerator, net = Accelerator(cpu=True), network()
+    monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
+    through(accelerator, net)
+    assert all(parameter.device.type == "cpu" for parameter in net.parameters())

@@ -294,6 +294,58 @@ def test_evaluation_and_prediction_are_those_of_microbatches(tmp_path: Path) -> 
     trainer.end()
 
 
+class Averaging(Mean):
+    """Returns some mean as its loss, and says nothing of it."""
+
+    def __init__(self, over: str) -> None:
+        super().__init__()
+        self.over = over
+
+    def forward(self, input_ids: Any, labels: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        if self.over == "next tokens":
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        elif self.over == "labels":
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        elif self.over == "rows":
+            each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            loss = (each.sum(1) / labels.ne(-100).sum(1)).mean()
+        else:
+            loss = (20 * logits.mean(1)).var(0).mean()
+        return {"loss": loss, "logits": logits}
+
+
+def uneven(count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of which every second has few labels."""
+    found = [dict(row(0)) for _ in range(count)]
+    for k, each in enumerate(found):
+        each["labels"] = each["labels"].masked_fill(torch.arange(TOKENS) < 13 * (k % 2), -100)
+    return found
+
+
+@pytest.mark.parametrize("over", ["labels", "next tokens", "rows", "the batch"])
+def test_the_loss_of_evaluation_is_that_of_whole_batches(over: str, tmp_path: Path) -> None:
+    """Whatever mean the model returns; what is no mean at all is warned of."""
+    rows = uneven(18)
+    if over == "labels":
+        for each in rows[3:5]:  # all of a micro-batch, whose mean is NaN
+            each["labels"] = torch.full((TOKENS,), -100)
+    args = arguments(tmp_path, per_device_eval_batch_size=9)
+    plain = Trainer(Averaging(over), args).evaluate(rows)["eval_loss"]
+    ours = PenstockTrainer(
+        Averaging(over), args, pipeline={**WORKERS, "num_microbatches": 4}, eval_dataset=rows
+    )
+    if over == "the batch":
+        with pytest.warns(UserWarning, match="which is no mean of those of its micro-batches"):
+            assert ours.evaluate()["eval_loss"] != pytest.approx(plain, rel=1e-3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            ours.evaluate()
+    for _ in range(2 if over != "the batch" else 0):
+        assert ours.evaluate()["eval_loss"] == pytest.approx(plain, rel=1e-6)
+    ours.end()
+
+
 def test_evaluation_first_leaves_training_as_it_is(tmp_path: Path) -> None:
     plain = trained(Trainer, arguments(tmp_path, **FOUR))
     ours = on_pipeline(
@@ -428,8 +480,20 @@ def test_an_optimizer_and_a_scheduler_of_the_users(tmp_path: Path) -> None:
     assert_same(*made)
 
 
+def test_workers_of_a_loader_have_the_same_seeds_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they draw is in the batches, of which all ranks have the same."""
+    monkeypatch.setattr(TrainingArguments, "process_index", 1)
+    args = arguments(tmp_path, dataloader_num_workers=1)
+    trainer = PenstockTrainer(model(), args, train_dataset=DATA)
+    loader = trainer.get_train_dataloader()
+    assert loader.worker_init_fn.keywords["rank"] == 0
+
+
 # -- mistakes --------------------------------------------------------------------------------------
 
+RANKS = {"workers": "torchrun"}
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (3, {}, r"pipeline=3 is no dict of keyword arguments of Pipeline, such as"),
     ({"device": 2}, {}, "did you mean devices="),
@@ -440,6 +504,12 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     ({}, {"fp16": True}, "fp16=True cannot be used with a pipeline.*use bf16=True"),
     ({}, {"bf16_full_eval": True}, "bf16_full_eval=True cannot be used with a pipeline"),
     ({}, {"torch_compile": True}, "torch_compile=True cannot .* compile submodules"),
+    ({}, {"auto_find_batch_size": True}, "auto_find_batch_size=True cannot .* does not try again"),
+    ({}, {"torch_empty_cache_steps": 4}, "torch_empty_cache_steps=4 cannot .* alternate"),
+    ({}, {"optim": "lomo"}, "optim='lomo' cannot .* updates parameters within the backward"),
+    ({}, {"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' cannot be used"),
+    (RANKS, {"enable_jit_checkpoint": True}, "under torchrun: ranks save together"),
+    (RANKS, {"train_sampling_strategy": "batch_rebalance"}, "gives ranks different rows"),
 ]
 
 
@@ -447,6 +517,23 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
 def test_mistakes_are_named(pipeline: Any, given: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ps.InputError, match=message):
         PenstockTrainer(model(), arguments(tmp_path, **given), pipeline=pipeline)
+
+
+def test_what_does_not_save_memory_is_warned_of(tmp_path: Path) -> None:
+    args = arguments(tmp_path, activation_checkpointing=True)
+    with pytest.warns(UserWarning, match="saves no memory in layers that are divided"):
+        PenstockTrainer(model(), args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        PenstockTrainer(model(), args, pipeline={"recompute": "all"})
+
+
+def test_compiling_by_accelerate_launch_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(ps.InputError, match="set up to compile models by eager"):
+        PenstockTrainer(model(), arguments(tmp_path))
 
 
 def test_there_is_no_pipeline_before_the_first_batch(tmp_path: Path) -> None:
