@@ -145,6 +145,12 @@ def test_a_page_says_whose_models_it_counts():
     assert "at commits a, b." in page
 
 
+def test_a_page_says_how_torchaudio_was_installed() -> None:
+    found = [Result("Conformer", "torchaudio", "exact")]
+    assert "without its compiled libraries" in zoo.markdown(found)
+    assert "compiled libraries" not in zoo.markdown([Result("UNet", "monai", "exact")])
+
+
 def test_on_replicas() -> None:
     found = check(entry(), replicas=[2, 3])
     assert found.ran == [
