@@ -246,7 +246,7 @@ def _calls_by_path(trace: Trace) -> dict[str, list[tuple[Any, ...]]]:
     """What the own Python of every open module called, in order."""
     made: dict[str, list[tuple[Any, ...]]] = {}
     for call in trace.calls:
-        made.setdefault(call.path, []).append((call.target, call.random, call.ambient))
+        made.setdefault(call.path, []).append((call.target, call.ambient))
     return made
 
 
@@ -277,7 +277,16 @@ class _Merge:
         leaves = self.leaves([a[0] for a in arguments], first.path, what)
         args, kwargs = unflatten(structure, leaves)
         outputs = self.leaves([c.outputs for c in calls], first.path, f"a result of {first.label}")
-        return replace(first, args=args, kwargs=kwargs, outputs=outputs)
+        random = any(call.random for call in calls)
+        in_python = any(call.draws_in_python for call in calls)
+        return replace(
+            first,
+            args=args,
+            kwargs=kwargs,
+            outputs=outputs,
+            random=random,
+            draws_in_python=in_python,
+        )
 
     def leaves(self, leaves: Sequence[Sequence[Any]], path: str, what: str) -> tuple[Any, ...]:
         return tuple(self.leaf(group, path, what) for group in zip(*leaves, strict=True))
