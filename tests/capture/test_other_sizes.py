@@ -248,3 +248,35 @@ def test_a_call_that_draws_at_some_sizes_alone_is_random() -> None:
 
     assert list(ps.capture(build(), inputs(4)[0]).closed) == ["1.0"]
     assert check(Entry("KeptMask", "plain", build, inputs)).status == "exact"
+
+
+class Doubling(torch.autograd.Function):
+    """A function with a derivative of its own: the module that applies it stays closed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+class Chosen(nn.Module):
+    """Gives as many numbers as its inputs say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubling.apply(self.layer(x))[x > 0]
+
+
+def test_the_results_of_a_whole_model_may_be_as_large_as_values_say() -> None:
+    def inputs(rows: int) -> tuple[tuple[torch.Tensor], dict[str, object]]:
+        counts = torch.arange(rows)[:, None]  # of numbers in each row that are chosen
+        return (torch.where(torch.arange(8) < counts, 1.0, -1.0),), {}
+
+    result = check(Entry("Chosen", "plain", Chosen, inputs))
+    assert (result.status, result.calls) == ("coarse", 1)
