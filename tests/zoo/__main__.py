@@ -81,7 +81,8 @@ def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
         command = " ".join(["python -m tests.zoo", *(f"--replicas {count}" for count in replicas)])
         title, how = " on replicas", _REPLICAS.format(replicas=" and ".join(map(str, replicas)))
     lines = [HEAD.format(title=title, command=command, how=how, commit=found)]
-    lines += [f"| family | models that run | {' | '.join(columns)} |", "|---" * 10 + "|"]
+    lines += [f"| family | models that run | {' | '.join(columns)} |"]
+    lines += ["|---" * (2 + len(columns)) + "|"]
     total: Counter[str] = Counter()
     for family in FAMILIES:
         counts = Counter(by_model([r for r in results if r.family == family]).values())

@@ -128,6 +128,9 @@ def test_a_model_is_counted_once_by_what_is_worst() -> None:
     ]
     assert zoo.by_model(results) == {"A": "coarse", "B": "exact", "C": "crash"}
     page = zoo.markdown(results)
+    rows = page.splitlines()
+    head = next(k for k, row in enumerate(rows) if row.startswith("| family"))
+    assert rows[head].count("|") == rows[head + 1].count("|")
     assert "| plain | 3 | 1 | 1 | 0 | 1 | 0 | 0 | 0 | 0 |" in page
     assert "at commit 0123" in page
     assert "| C | plain | crash | KeyError: a \\| b |" in page
