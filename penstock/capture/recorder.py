@@ -491,7 +491,8 @@ class Recorder(TorchFunctionMode):
         """
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         contents = [Contents(t) for t in tensors]
-        watch = OperatorWatch(None if self.weightless is None else self.weightless.known)
+        known = None if self.weightless is None else self.weightless.known
+        watch = OperatorWatch(known, call.is_module)
         seed = None if self.key is None else self.key.for_call(call.identity)
         watches = watch if self.weightless or not call.is_module else nullcontext()
         self._check_draws(call.path)

@@ -246,7 +246,7 @@ def _calls_by_path(trace: Trace) -> dict[str, list[tuple[Any, ...]]]:
     """What the own Python of every open module called, in order."""
     made: dict[str, list[tuple[Any, ...]]] = {}
     for call in trace.calls:
-        made.setdefault(call.path, []).append((call.target, call.random, call.ambient))
+        made.setdefault(call.path, []).append((call.target, call.ambient))
     return made
 
 
@@ -276,8 +276,30 @@ class _Merge:
         what = f"an argument of {first.label}"
         leaves = self.leaves([a[0] for a in arguments], first.path, what)
         args, kwargs = unflatten(structure, leaves)
-        outputs = self.leaves([c.outputs for c in calls], first.path, f"a result of {first.label}")
-        return replace(first, args=args, kwargs=kwargs, outputs=outputs)
+        outputs = tuple(
+            self.result(group, first) for group in zip(*(c.outputs for c in calls), strict=True)
+        )
+        random = any(call.random for call in calls)
+        in_python = any(call.draws_in_python for call in calls)
+        return replace(
+            first,
+            args=args,
+            kwargs=kwargs,
+            outputs=outputs,
+            random=random,
+            draws_in_python=in_python,
+        )
+
+    def result(self, group: Sequence[Any], call: Call) -> Any:
+        """A result of a call. Of one that is the whole model nobody has asked for the size."""
+        try:
+            return self.leaf(group, call.path, f"a result of {call.label}")
+        except Unrecordable:
+            alike = all(isinstance(info, TensorInfo) for info in group)
+            alike = alike and len({(len(info.shape), info.dtype) for info in group}) == 1
+            if call.target != "" or not alike:
+                raise
+            return replace(group[0], dynamic=True)
 
     def leaves(self, leaves: Sequence[Sequence[Any]], path: str, what: str) -> tuple[Any, ...]:
         return tuple(self.leaf(group, path, what) for group in zip(*leaves, strict=True))

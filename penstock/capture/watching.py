@@ -26,14 +26,16 @@ class OperatorWatch(TorchDispatchMode):
 
     Args:
         known: runs the operators; they run as ever without it.
+        of_module: whether they are those of a closed module, whose Python may branch.
 
     Attributes:
         reads_values: whether one did.
         draws: whether one may have drawn random numbers.
     """
 
-    def __init__(self, known: KnownShapes | None = None) -> None:
+    def __init__(self, known: KnownShapes | None = None, of_module: bool = False) -> None:
         super().__init__()
+        self._of_module = of_module
         self.reads_values = False
         self.draws = False
         self._known = known
@@ -43,13 +45,20 @@ class OperatorWatch(TorchDispatchMode):
     ) -> Any:
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if torch.Tag.data_dependent_output in func.tags:
-            self.reads_values = True
+            self.reads_values |= self._of_module or not _is_decision(func, args)
         elif torch.Tag.dynamic_output_shape in func.tags:
             self.reads_values |= func is not torch.ops.aten.index.Tensor or any(
                 index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
             )
         kwargs = kwargs or {}
         return func(*args, **kwargs) if self._known is None else self._known.run(func, args, kwargs)
+
+
+def _is_decision(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it only reads a yes or no: so functions check arguments, as `torch.istft` does."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return args[0].dtype is torch.bool
+    return func is torch.ops.aten.equal.default
 
 
 class Contents:

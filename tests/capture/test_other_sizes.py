@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from tests.zoo.check import check
+from tests.zoo.entry import Entry
 
 Forward = Callable[["Odd", torch.Tensor], torch.Tensor]
 LENGTH = {0: {1: "length"}}
@@ -219,3 +221,62 @@ def test_a_capture_within_a_capture_is_an_error() -> None:
 
     with pytest.raises(ps.CaptureError, match="captures another model while it is captured"):
         ps.capture(Nested(), (torch.randn(6, 4),))
+
+
+class KeptMask(nn.Module):
+    """Draws a mask when there are other rows than before, as speechbrain's LiGRU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.rows = 2  # as many as the smallest recording has
+        self.register_buffer("mask", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) != self.rows:
+            self.rows = len(x)
+            self.mask = F.dropout(torch.ones(8), 0.5)
+        return self.layer(x) * self.mask
+
+
+def test_a_call_that_draws_at_some_sizes_alone_is_random() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Sequential(KeptMask(), nn.Tanh()), nn.Linear(8, 8))
+
+    def inputs(rows: int) -> tuple[tuple[torch.Tensor], dict[str, object]]:
+        return (torch.randn(rows, 8),), {}
+
+    assert list(ps.capture(build(), inputs(4)[0]).closed) == ["1.0"]
+    assert check(Entry("KeptMask", "plain", build, inputs)).status == "exact"
+
+
+class Doubling(torch.autograd.Function):
+    """A function with a derivative of its own: the module that applies it stays closed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+class Chosen(nn.Module):
+    """Gives as many numbers as its inputs say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubling.apply(self.layer(x))[x > 0]
+
+
+def test_the_results_of_a_whole_model_may_be_as_large_as_values_say() -> None:
+    def inputs(rows: int) -> tuple[tuple[torch.Tensor], dict[str, object]]:
+        counts = torch.arange(rows)[:, None]  # of numbers in each row that are chosen
+        return (torch.where(torch.arange(8) < counts, 1.0, -1.0),), {}
+
+    result = check(Entry("Chosen", "plain", Chosen, inputs))
+    assert (result.status, result.calls) == ("coarse", 1)

@@ -61,6 +61,10 @@ PyTorch over the same micro-batches. (Where a model draws random numbers, those 
 seeded as a replay seeds them.) One intra-op thread; the loss is the mean of squares of everything
 that comes out."""
 
+_TORCHAUDIO = """\
+torchaudio was installed without its compiled libraries, which are made for CUDA alone; no model
+here uses them."""
+
 
 def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
     """A table of the families, and a line for every exception."""
@@ -77,7 +81,8 @@ def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
         command = " ".join(["python -m tests.zoo", *(f"--replicas {count}" for count in replicas)])
         title, how = " on replicas", _REPLICAS.format(replicas=" and ".join(map(str, replicas)))
     lines = [HEAD.format(title=title, command=command, how=how, commit=found)]
-    lines += [f"| family | models that run | {' | '.join(columns)} |", "|---" * 10 + "|"]
+    lines += [f"| family | models that run | {' | '.join(columns)} |"]
+    lines += ["|---" * (2 + len(columns)) + "|"]
     total: Counter[str] = Counter()
     for family in FAMILIES:
         counts = Counter(by_model([r for r in results if r.family == family]).values())
@@ -97,6 +102,8 @@ def markdown(results: Sequence[Result], replicas: Sequence[int] = ()) -> str:
                 f" Of {len(plans)} automatic plans {alone} have one micro-batch: with models so"
                 " small, more of them are predicted to be slower."
             )
+    if any(r.family in ("speechbrain", "torchaudio") for r in results):
+        lines += ["", _TORCHAUDIO]
     exceptions = [r for r in results if r.line or r.status != "exact"]
     if exceptions:
         lines += ["", "| exception | family | what | why |", "|---|---|---|---|"]

@@ -187,7 +187,8 @@ def _check(
     result.stages = [p for p in STAGES if len(allowed) >= p - 1]
     if not result.stages:
         result.status = "coarse"
-        result.line = next(iter(program.closed.values()), "it is one call")
+        reasons = program.closed
+        result.line = reasons.get("") or next(iter(reasons.values()), "it is one call")
     traces = (program.train, program.eval)
     result.oracle = "reseeded" if any(c.random for t in traces for c in t.calls) else "plain"
     state = copy.deepcopy(model.state_dict())

@@ -42,6 +42,15 @@ def _words(length: int, count: int, rows: int) -> Inputs:
     return (torch.randint(count, (rows, length)),), {}
 
 
+def lengths(whole: float, part: float) -> Form:
+    """How much of a row is there: all of every second one, so of one in every micro-batch."""
+    return partial(_lengths, whole, part)
+
+
+def _lengths(whole: float, part: float, rows: int) -> Inputs:
+    return (torch.tensor([whole, part]).repeat(rows)[:rows],), {}
+
+
 def both(*forms: Form) -> Form:
     """The arguments of one after those of the other."""
     return partial(_both, forms)

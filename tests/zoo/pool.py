@@ -35,6 +35,8 @@ OTHERS = {
     "peft": "peft",
     "series": "tsai",
     "smp": "segmentation_models_pytorch",
+    "speechbrain": "speechbrain",
+    "torchaudio": "torchaudio",
     "unseen": "tabm",
     "vit_pytorch": "vit_pytorch",
     "x_transformers": "x_transformers",

@@ -128,6 +128,9 @@ def test_a_model_is_counted_once_by_what_is_worst() -> None:
     ]
     assert zoo.by_model(results) == {"A": "coarse", "B": "exact", "C": "crash"}
     page = zoo.markdown(results)
+    rows = page.splitlines()
+    head = next(k for k, row in enumerate(rows) if row.startswith("| family"))
+    assert rows[head].count("|") == rows[head + 1].count("|")
     assert "| plain | 3 | 1 | 1 | 0 | 1 | 0 | 0 | 0 | 0 |" in page
     assert "at commit 0123" in page
     assert "| C | plain | crash | KeyError: a \\| b |" in page
@@ -143,6 +146,12 @@ def test_a_page_says_whose_models_it_counts():
     page = zoo.markdown(others)
     assert page.startswith("# The zoo: models of other authors\n")
     assert "at commits a, b." in page
+
+
+def test_a_page_says_how_torchaudio_was_installed() -> None:
+    found = [Result("Conformer", "torchaudio", "exact")]
+    assert "without its compiled libraries" in zoo.markdown(found)
+    assert "compiled libraries" not in zoo.markdown([Result("UNet", "monai", "exact")])
 
 
 def test_on_replicas() -> None:
