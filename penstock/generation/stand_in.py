@@ -58,11 +58,11 @@ def _copied(
         key: None if part is None else _copied(part, f"{name}.{key}".strip("."), copies, called)
         for key, part in module._modules.items()
     }
-    vars(copy)["forward"] = _told(module, weakref.ref(copy), name, called)
+    vars(copy)["forward"] = _noting(module, weakref.ref(copy), name, called)
     return copy
 
 
-def _told(
+def _noting(
     module: nn.Module,
     copy: weakref.ref[nn.Module],
     name: str,
