@@ -297,7 +297,7 @@ class Oracle:
 
 
 def generated(
-    model: nn.Module, arguments: Mapping[str, Any], sizes: Sequence[int], seed: int
+    model: nn.Module, arguments: Mapping[str, Any], sizes: Sequence[int], seeds: Sequence[int]
 ) -> list[list[int]]:
     """The tokens that a model's own `generate` returns, for one group of rows after the other.
 
@@ -305,7 +305,7 @@ def generated(
         model: on one device.
         arguments: of its `generate`; tensors with as many rows as the groups have are split.
         sizes: how many rows each group has.
-        seed: each group begins after `torch.manual_seed(seed + r)`, where `r` is its first row.
+        seeds: of torch's generators, when each group begins.
 
     Returns:
         the tokens of every sequence, as many as its group has.
@@ -313,14 +313,14 @@ def generated(
     found: list[list[int]] = []
     start = 0
     with torch.random.fork_rng():
-        for size in sizes:
+        for size, seed in zip(sizes, seeds, strict=True):
             own = {
                 name: value[start : start + size]
                 if isinstance(value, torch.Tensor) and value.ndim and len(value) == sum(sizes)
                 else value
                 for name, value in arguments.items()
             }
-            torch.manual_seed(seed + start)
+            torch.manual_seed(seed)
             tokens = model.generate(**own)  # type: ignore[operator]
             found += getattr(tokens, "sequences", tokens).tolist()
             start += size

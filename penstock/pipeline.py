@@ -673,7 +673,8 @@ class Pipeline:
 
         The tokens of a group are those that the model's own `generate` returns for it on one device
         with `threads_per_worker` threads, whichever other groups there are. For sampling, that is
-        after `torch.manual_seed(seed + r)`, where `r` is the group's first row.
+        after `torch.manual_seed`: with `seed` for the first group, and for every other with a hash
+        of `seed` and the number of its first row.
 
         Under torchrun every rank calls it and gets the result. The model's own `generate` runs on
         the rank with the first stage alone, whose arguments count.

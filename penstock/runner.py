@@ -98,6 +98,20 @@ _CHANGED_SINCE = (
     "another one. Run all backwards of a call before the optimizer's step"
 )
 
+_MOST_DEATHS = 3
+"""How often workers may end at a pass of a session before it is given up."""
+
+
+def _given_up(death: WorkerDied) -> WorkerError:
+    """The error of a pass that nobody runs any more."""
+    cause = RuntimeError(
+        f"{death.what}; a worker has ended each of the {_MOST_DEATHS} times that this pass was "
+        "run, so it is probably the pass that ends them, by the memory that it needs, say. It was "
+        "given up, and the pipeline goes on"
+    )
+    where = death.stage, death.microbatch, death.action or "forward"
+    return WorkerError(*where, cause, death.worker)
+
 
 @dataclass(eq=False)
 class Started:
@@ -122,6 +136,11 @@ class Started:
     end: Outcome | Exception | None = None
     is_again: bool = False
     is_retained: bool = False
+
+    @property
+    def is_of_session(self) -> bool:
+        """Whether it is a pass of a session, which can be given up without others."""
+        return any(microbatch.states is not None for microbatch in self.order.microbatches)
 
     def again(self, workers: Workers) -> AbstractContextManager[None]:
         """While open, modes and buffers are those of when the pass began, if it is repeated."""
@@ -601,11 +620,16 @@ class Runner:
             buffers=[(buffer, buffer.detach().clone()) for buffer in buffers],
         )
 
-    def _submit(self) -> None:
-        """Let the workers know of the passes under way, in order, that they do not know of."""
+    def _submit(self, last: Started | None = None) -> None:
+        """Let the workers know of the passes under way, in order, that they do not know of.
+
+        Args:
+            last: of these; by default all of them.
+        """
+        end = None if last is None else self._under_way.index(last) + 1
         unknown = [
             started
-            for started in self._under_way
+            for started in self._under_way[:end]
             if started.ticket is None and not started.is_lost and started.end is None
         ]
         for started in unknown:  # before the first begins: if that fails, workers wait for more
@@ -701,11 +725,16 @@ class Runner:
                     if isinstance(error, WorkerDied) or not self.workers.all_alive():
                         raise
 
-    def surviving(self, work: Callable[[], T]) -> T:
+    def surviving(self, work: Callable[[], T], awaited: Started | None = None) -> T:
         """What some work of the workers gives; it is done again if others had to take over.
+
+        Args:
+            work: is done.
+            awaited: the pass that it waits for, if it waits for one.
 
         Raises:
             WorkerDied: nobody takes over.
+            WorkerError: the pass is one of a session, and ends whoever runs it.
         """
         deaths = 0
         while True:
@@ -714,6 +743,8 @@ class Runner:
             except WorkerDied as death:
                 deaths += 1
                 self._note_what_cannot_run_again()
+                if deaths == _MOST_DEATHS and awaited is not None and awaited.is_of_session:
+                    awaited.end = _given_up(death)
                 begun = *self._under_way, *self._awaiting_backward.values()
                 repeatable = [started for started in begun if self._can_run_again(started)]
                 if (recovery := self._who_recovers()) is None:
@@ -783,10 +814,11 @@ class Runner:
 
     def _outcome_of(self, started: Started) -> Outcome:
         """Wait for a pass, which is run again if others take over meanwhile."""
-        return self.surviving(lambda: self._finished(started))
+        return self.surviving(lambda: self._finished(started), started)
 
     def _finished(self, started: Started) -> Outcome:
-        self._submit()
+        if started.end is None:  # alone after a death, to see whether it was this one
+            self._submit(started if started.is_again and started.is_of_session else None)
         if isinstance(started.end, Exception):
             raise started.end
         if started.is_lost:

@@ -38,6 +38,7 @@ from penstock.engine.batch import Weight
 from penstock.engine.batchnorm import BatchNormMode, closed_batchnorms
 from penstock.engine.whole_batch import WholeBatch
 from penstock.errors import InputError
+from penstock.generation.seeds import seed_of
 from penstock.oracle import Oracle, generated, tensors
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
@@ -316,12 +317,13 @@ class _Both:
         if rowwise or size is not None:
             each = 1 if rowwise else int(size or 1)
             sizes = [min(each, rows - start) for start in range(0, rows, each)]
+        seeds = [seed_of(seed, sum(sizes[:k])) for k in range(len(sizes))]
         model = self.oracle.model
         with torch.no_grad():
             ours = self.pipe.generate(
                 group_size=size, rowwise=rowwise, seed=seed, in_flight=in_flight, **named
             )
-            theirs = self._alone(lambda: generated(model, named, sizes, seed))
+            theirs = self._alone(lambda: generated(model, named, sizes, seeds))
         found = getattr(ours, "sequences", ours).tolist()
         mine = [row[: len(wanted)] for row, wanted in zip(found, theirs, strict=True)]
         pairs = ([torch.tensor(row) for row in each] for each in (mine, theirs))

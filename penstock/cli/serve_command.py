@@ -99,6 +99,13 @@ from penstock.names import target_of
     help="The most tokens that a request may ask for.",
 )
 @click.option(
+    "--max-prompt",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="The most tokens that a prompt may have, if the model's context is not shorter.",
+)
+@click.option(
     "--input",
     "inputs",
     multiple=True,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Generator as Iterated
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -22,10 +22,12 @@ from penstock.generation.groups import (
     groups_of,
     prompts_of,
     with_list_first,
+    with_own_assistant,
     with_own_numbers,
 )
 from penstock.generation.outputs import beams_of_the_batch, merged
 from penstock.generation.script import Ended, Script
+from penstock.generation.seeds import seed_of
 from penstock.generation.stand_in import lengths_in, named, stand_in
 from penstock.sessions.session import Session, SessionPass, Sessions
 from penstock.sessions.together import Followed
@@ -175,6 +177,7 @@ class Generator:
         self._threads = threads
         self._waiting: deque[Job] = deque()
         self._running: deque[_Running] = deque()
+        self._ended: list[Job] = []  # that `step` has not told of yet
         self._weights_stay = _is_of_transformers(model)  # other loops may do anything
         self.script_ran()
 
@@ -200,7 +203,7 @@ class Generator:
         Raises:
             BaseException: what is no `Exception` that a job raises, such as a `KeyboardInterrupt`.
         """
-        touched = []
+        touched: list[Job] = []
         while self._waiting and len(self._running) < self._most:
             begun = self._begin(self._waiting.popleft())
             self._running.append(begun)
@@ -216,7 +219,8 @@ class Generator:
                 self._after_failure(first, error)
             else:
                 self._go_on(first, answer)
-        return touched
+        ended, self._ended = self._ended, []
+        return [*touched, *(job for job in ended if job not in touched)]
 
     def cancel(self, job: Job) -> None:
         """End a job, whether it has begun or not."""
@@ -243,7 +247,9 @@ class Generator:
         """A job from its beginning."""
 
         def generate(script: Script) -> Any:
+            _check_settings(self._model, job.group.args, job.group.kwargs)
             asked = count()
+            parts: dict[str, None] = {}
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 next(asked)
@@ -254,10 +260,10 @@ class Generator:
                 kwargs["streamer"] = job
             elif job.streamer is not None:
                 kwargs["streamer"] = job.streamer
-            model: Any = stand_in(self._model, forward)
+            model: Any = stand_in(self._model, forward, parts.setdefault)
             result = model.generate(*job.group.args, **kwargs)
             if not next(asked):
-                _check_calls_itself(self._model)
+                _check_calls_itself(self._model, parts)
             return result
 
         job.begin()
@@ -299,6 +305,7 @@ class Generator:
     def _over(self, one: _Running, result: Any = None, error: Exception | None = None) -> None:
         self._running.remove(one)
         one.job.result, one.job.error, one.job.is_over = result, error, True
+        self._ended.append(one.job)
 
     def _after_failure(self, first: _Running, error: Exception) -> None:
         """A pass has failed, and with it all that were started.
@@ -345,22 +352,39 @@ class Generator:
 _MOST_BEGINNINGS = 5
 
 
-def _check_calls_itself(model: nn.Module) -> None:
-    """Raise if a model's `generate`, which has not called the model, may be that of a part of it.
+def _check_calls_itself(model: nn.Module, called: Collection[str]) -> None:
+    """Raise if a model's `generate`, which has not called the model, is a loop over parts of it.
+
+    Args:
+        model: whose `generate` has returned.
+        called: the names of the parts that it has called, and of those that these have called.
 
     Raises:
-        InputError: a part has a `generate`, too.
+        InputError: a part has a `generate`, too, or was called.
     """
+    kind = type(model).__name__
     parts = [
         (n, m) for n, m in model.named_modules() if n and callable(getattr(m, "generate", None))
     ]
     if parts:
         name, part = parts[-1]
         raise InputError(
-            f"the generate() of {type(model).__name__} has not called the model, but a part of it, "
+            f"the generate() of {kind} has not called the model, but a part of it, "
             f"so nothing of it ran in the pipeline. Build the pipeline of that part, "
             f"model.{name} ({type(part).__name__})"
         )
+    outer = [n for n in called if not any(n.startswith(f"{other}.") for other in called)]
+    if outer:
+        shown = ", ".join(f"self.{name}" for name in outer[:_SHOWN])
+        raise InputError(
+            f"the generate() of {kind} has not called the model, but parts of it ({shown}"
+            f"{', …' * (len(outer) > _SHOWN)}), so nothing of it ran in the pipeline. Have it call "
+            "self(...) for every token, or build the pipeline of a module whose forward is what "
+            "the loop does for a token, and write the loop with pipe.session()"
+        )
+
+
+_SHOWN = 3
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -415,7 +439,7 @@ def _tokens(
     """What yields the tokens of a batch, and returns the whole.
 
     Raises:
-        InputError: the arguments have no rows.
+        InputError: the arguments have no rows, or do not fit together.
     """
     if _is_of_transformers(model) and any(
         _setting(model, args, kwargs, name) for name in _COLLECTED
@@ -423,22 +447,23 @@ def _tokens(
         _have_hooks(model)
     args, kwargs = with_list_first(args, kwargs)
     listed = bool(args) and isinstance(args[0], (list, tuple))
+    whole = vars(getattr(model, "generation_config", None) or _Nothing()).keys() - BY_ROW
     if listed:
-        groups = prompts_of(args, kwargs)
+        options.check_listed()
+        groups = prompts_of(args, kwargs, whole)
     else:
         size = 1 if options.rowwise else options.group_size
-        settings = vars(getattr(model, "generation_config", None) or _Nothing())
-        groups = groups_of(args, kwargs, size, sessions.width, settings.keys() - BY_ROW)
+        groups = groups_of(args, kwargs, size, sessions.width, whole)
     check_apart(groups)
-    _check_streamer(groups, options)
-    groups = [with_own_numbers(group) for group in groups]
+    beams = int(_setting(model, args, kwargs, "num_beams") or 1)
+    _check_streamer(groups, options, beams if _is_of_transformers(model) else 1)
+    groups = [with_own_assistant(with_own_numbers(group)) for group in groups]
     most = options.in_flight or sessions.most
-    jobs = [Job(group, seed + group.rows[0], options.stream) for group in groups]
+    jobs = [Job(group, seed_of(seed, group.rows[0]), options.stream) for group in groups]
     generator = Generator(model, sessions, most, threads)
     if listed:
         return _generated(generator, jobs, None, 0)
-    beams = _setting(model, args, kwargs, "num_beams") or 1
-    return _generated(generator, jobs, _padding(model, args, kwargs), int(beams))
+    return _generated(generator, jobs, _padding(model, args, kwargs), beams)
 
 
 def _generated(
@@ -522,6 +547,19 @@ class Options:
                 "for larger ones"
             )
 
+    def check_listed(self) -> None:
+        """Raise if this is not possible for prompts in a list.
+
+        Raises:
+            InputError: groups of several are asked for.
+        """
+        if self.group_size not in (None, 1):
+            raise InputError(
+                f"each prompt in a list is a group, as they have any lengths, and group_size="
+                f"{self.group_size} asks for larger ones. Leave it out, or pad the prompts to one "
+                "tensor and give attention_mask="
+            )
+
 
 def _runs_parts(model: nn.Module) -> bool:
     """Whether a model's `generate` may run parts of it without calling it as a whole."""
@@ -589,13 +627,51 @@ def _have_hooks(model: nn.Module) -> None:
             _have_hooks(child)
 
 
-def _check_streamer(groups: Sequence[Group], options: Options) -> None:
+def _check_settings(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if transformers' `generate` would change the model that all groups share.
+
+    Raises:
+        InputError: it would.
+    """
+    if not _is_of_transformers(model):
+        return
+    layers = _setting(model, args, kwargs, "assistant_early_exit")
+    if layers is not None:
+        raise InputError(
+            f"assistant_early_exit={layers} has generate() change the number of layers in the "
+            "configuration of the model while it drafts, and all groups share it. Leave it out; "
+            "drafts are possible with assistant_model=, another model, and with "
+            "prompt_lookup_num_tokens="
+        )
+    if kwargs.get("cache_implementation") == "paged":
+        raise InputError(
+            "cache_implementation='paged' has generate() set another attention in the model, and "
+            "run batches of its own without calling the model. Leave it out: with a list of "
+            "prompts, the next one begins as soon as one has ended"
+        )
+
+
+def _check_streamer(groups: Sequence[Group], options: Options, beams: int) -> None:
     """Raise if a streamer would not get the tokens of one batch.
+
+    Args:
+        groups: of the batch.
+        options: how it is generated.
+        beams: of every sequence.
 
     Raises:
         InputError: it would not.
     """
-    if groups[0].kwargs.get("streamer") is None:
+    has_streamer = groups[0].kwargs.get("streamer") is not None
+    if beams > 1 and (options.stream or has_streamer):
+        what = "streamer=" if has_streamer else "stream=True"
+        whose = "" if "num_beams" in groups[0].kwargs else ", as the generation config says,"
+        raise InputError(
+            f"{what} gives tokens as they come, and with num_beams={beams}{whose} nobody knows "
+            "before the end which beam is the result. Give num_beams=1, also to sample, or leave "
+            f"{what} out"
+        )
+    if not has_streamer:
         return
     if options.stream:
         raise InputError("stream=True and streamer= both take the tokens as they come: give one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,8 +43,15 @@ def with_list_first(
     return tuple(args), kwargs
 
 
-def prompts_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Group]:
+def prompts_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], whole: Collection[str] = ()
+) -> list[Group]:
     """A list of prompts of any lengths, each a group of its own.
+
+    Args:
+        args, kwargs: as of the model's `generate`; of tensors with one entry for each prompt, each
+            group gets its own, and of everything else all.
+        whole: the names of settings, which are never split.
 
     Raises:
         InputError: one is no tensor of tokens, or there is none.
@@ -53,6 +61,8 @@ def prompts_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Group]:
             "prompts in a list have no padding, so leave attention_mask out; padded prompts are "
             "one tensor"
         )
+    rows = len(args[0])
+    _check_media(kwargs, rows, rows)
     groups = []
     for k, prompt in enumerate(args[0]):
         is_tensor = isinstance(prompt, torch.Tensor)
@@ -64,7 +74,8 @@ def prompts_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Group]:
                 "one at least, of shape (length,) or (1, length)"
             )
         own = prompt.reshape(1, -1) if prompt.ndim == 1 else prompt
-        groups.append(Group(range(k, k + 1), (own, *args[1:]), kwargs))
+        of_args, of_kwargs = _of_rows(args[1:], kwargs, whole, rows, k, 1)
+        groups.append(Group(range(k, k + 1), (own, *of_args), of_kwargs))
     if not groups:
         raise InputError("there are no prompts in the list")
     return groups
@@ -101,6 +112,16 @@ def with_own_numbers(group: Group) -> Group:
     return replace(group, kwargs={**group.kwargs, "prefix_allowed_tokens_fn": shifted})
 
 
+def with_own_assistant(group: Group) -> Group:
+    """A group whose assistant has settings of its own: drafting may leave numbers in them."""
+    assistant: Any = group.kwargs.get("assistant_model")
+    if not hasattr(assistant, "generation_config"):
+        return group
+    own = object.__new__(type(assistant))
+    vars(own).update(vars(assistant), generation_config=deepcopy(assistant.generation_config))
+    return replace(group, kwargs={**group.kwargs, "assistant_model": own})
+
+
 def groups_of(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -131,13 +152,12 @@ def groups_of(
         raise InputError("there are no sequences: the first tensor has no rows")
     count = min(most, rows) if size is None else -(-rows // size)
     _check_media(kwargs, rows, count)
-    settings = {name: v for name, v in kwargs.items() if name in whole}
     groups, start = [], 0
     for k in range(count):
         own = rows // count + (k < rows % count) if size is None else min(size, rows - start)
-        part = partial(_part, rows=rows, start=start, size=own)
-        of_args, of_kwargs = map_leaves(part, (tuple(args), own_kwargs))
-        groups.append(Group(range(start, start + own), of_args, {**of_kwargs, **settings}))
+        groups.append(
+            Group(range(start, start + own), *_of_rows(args, kwargs, whole, rows, start, own))
+        )
         start += own
     return groups
 
@@ -156,8 +176,25 @@ def _check_media(kwargs: Mapping[str, Any], rows: int, groups: int) -> None:
         if is_of_all and name.startswith(_MEDIA):
             raise InputError(
                 f"{name}= has {len(value)} entries, and there are {rows} sequences, so it is not "
-                f"known which are whose. Have one group: group_size={rows}"
+                f"known which are whose. Have one group: a tensor of padded prompts, and "
+                f"group_size={rows}"
             )
+
+
+def _of_rows(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    whole: Collection[str],
+    rows: int,
+    start: int,
+    size: int,
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments for some of the rows of a batch."""
+    settings = {name: v for name, v in kwargs.items() if name in whole}
+    others = {name: v for name, v in kwargs.items() if name not in whole}
+    part = partial(_part, rows=rows, start=start, size=size)
+    of_args, of_kwargs = map_leaves(part, (tuple(args), others))
+    return of_args, {**of_kwargs, **settings}
 
 
 def _part(leaf: Any, rows: int, start: int, size: int) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,21 +15,70 @@ from penstock.capture.dims import Dynamic, positional_names
 from penstock.capture.trees import flatten_result, is_plain_object
 from penstock.sessions.resident import Resident
 
-_COMPILES = "_valid_auto_compile_criteria"  # asked by `generate` of transformers
+_REPLACED: Mapping[str, Callable[..., Any]] = {
+    # the forward waits for other threads, which is not for compilers
+    "_valid_auto_compile_criteria": lambda *args, **kwargs: False,
+    # it changes the configuration while one group is decoded, and others are not
+    "_optimize_model_for_decode": nullcontext,
+}
+"""Methods that `generate` of transformers calls."""
 
 
-def stand_in(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A shallow copy of a model, whose calls are calls of `forward`.
+def stand_in(
+    model: nn.Module, forward: Callable[..., Any], called: Callable[[str], None]
+) -> nn.Module:
+    """A copy of a model, whose calls are calls of `forward`.
 
-    Its submodules and tensors are the model's own. What the copy's methods assign to attributes of
-    the model itself stays with the copy.
+    Its tensors and configuration are the model's own. Its submodules are copies as well, so what
+    methods assign to attributes of a module stays with the copy.
+
+    Args:
+        model: is not changed.
+        forward: in place of the model's.
+        called: is told the name of every submodule that is called.
     """
-    copy: nn.Module = object.__new__(type(model))
-    vars(copy).update(vars(model))
+    copy = _copied(model, "", {}, called)
     vars(copy)["forward"] = functools.wraps(model.forward)(forward)
-    if hasattr(model, _COMPILES):  # the forward waits for other threads, which is not for compilers
-        vars(copy)[_COMPILES] = lambda *args, **kwargs: False
+    vars(copy).update({name: own for name, own in _REPLACED.items() if hasattr(model, name)})
     return copy
+
+
+def _copied(
+    module: nn.Module, name: str, copies: dict[int, nn.Module], called: Callable[[str], None]
+) -> nn.Module:
+    """A copy of a module and of its submodules, which have the same tensors."""
+    if isinstance(module, torch.jit.ScriptModule):  # lives in C++
+        return module
+    if id(module) in copies:
+        return copies[id(module)]
+    copy: nn.Module = object.__new__(type(module))
+    copies[id(module)] = copy
+    vars(copy).update(vars(module))
+    vars(copy)["_modules"] = {
+        key: None if part is None else _copied(part, f"{name}.{key}".strip("."), copies, called)
+        for key, part in module._modules.items()
+    }
+    vars(copy)["forward"] = _noting(module, weakref.ref(copy), name, called)
+    return copy
+
+
+def _noting(
+    module: nn.Module,
+    copy: weakref.ref[nn.Module],
+    name: str,
+    called: Callable[[str], None],
+) -> Callable[..., Any]:
+    """The forward of a module's copy, to which it does not refer, as they would keep each other."""
+    replaced = vars(module).get("forward")
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        called(name)
+        if replaced is not None:
+            return replaced(*args, **kwargs)
+        return type(module).forward(copy(), *args, **kwargs)
+
+    return forward
 
 
 def named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

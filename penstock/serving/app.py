@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import InputError
 from penstock.serving.answers import Answer, Reason
@@ -29,6 +29,9 @@ from penstock.serving.served import Served
 from penstock.serving.text import Text
 
 _BODY = 16 << 20  # bytes that a request may have
+_WRITING = (
+    10.0  # seconds for which a response may wait for its client after the time of the request
+)
 _CLOSED = 499  # the status that nginx logs for a client that went away; nobody gets it
 
 
@@ -42,16 +45,19 @@ class _Events:
     Args:
         engine: does them.
         jobs: of the request.
-        timeout: seconds that they may take in all.
+        timeout: seconds that the request may take in all.
+        since: when it came, of `time.monotonic()`.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[AnyJob], timeout: float) -> None:
+    def __init__(
+        self, engine: Engine, jobs: Sequence[AnyJob], timeout: float, since: float
+    ) -> None:
         self._engine = engine
         self._jobs = jobs
         self._timeout = timeout
         self._queue: asyncio.Queue[tuple[int, Sequence[int], bool]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._ends_at = self._loop.time() + timeout
+        self._ends_at = since + timeout
         self._left = len(jobs)
         self._ticket: Ticket = engine.submit(jobs, self._emit)
 
@@ -78,7 +84,7 @@ class _Events:
             self.cancel()
 
     async def _next(self) -> tuple[int, Sequence[int], bool]:
-        left = self._ends_at - self._loop.time()
+        left = self._ends_at - time.monotonic()
         try:
             return await asyncio.wait_for(self._queue.get(), max(0.0, left))
         except TimeoutError:
@@ -140,21 +146,21 @@ class Endpoints:
         engine: does the work.
         counts: of requests.
         timeout: seconds that a request may take.
-        most: tokens that a request may ask for, for each sequence.
+        reader: reads requests for completions.
     """
 
     def __init__(
-        self, served: Served, engine: Engine, counts: Counts, timeout: float, most: int
+        self, served: Served, engine: Engine, counts: Counts, timeout: float, reader: Reader
     ) -> None:
         self._served = served
         self._engine = engine
         self._counts = counts
         self._timeout = timeout
-        self._reader = Reader(served, most)
+        self._reader = reader
         self._since = int(time.time())
         self._example = served.example(1)
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The application."""
         routes = [
             Route("/health", self._health),
@@ -165,7 +171,8 @@ class Endpoints:
             Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
             Route("/predict", self._answering(self._predict), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+        return _Limited(app, self._timeout + _WRITING)
 
     async def _health(self, request: Request) -> Response:
         ready = self._engine.ready
@@ -240,7 +247,7 @@ class Endpoints:
         self, request: Request, wanted: CompletionRequest, is_chat: bool, since: float
     ) -> Response:
         seed = secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
-        events = _Events(self._engine, self._reader.jobs(wanted, seed), self._timeout)
+        events = _Events(self._engine, self._reader.jobs(wanted, seed), self._timeout, since)
         ends = self._reader.ends
         texts = [Text(self._served.tokenizer, ends, wanted.stop) for _ in wanted.prompts]
         under_way = _UnderWay(wanted, Answer(self._served.name, is_chat), events, texts, since)
@@ -320,7 +327,7 @@ class Endpoints:
                 code="generative",
             )
         job = prediction(body, *self._example)
-        events = _Events(self._engine, [job], self._timeout)
+        events = _Events(self._engine, [job], self._timeout, since)
 
         async def done() -> Any:
             async for _ in events.each():
@@ -330,6 +337,23 @@ class Endpoints:
         result = await _unless_gone(request, done())
         self._counts.ended("done", since)
         return _json({"result": result})
+
+
+class _Limited:
+    """An application whose requests end in time, also where a client does not read what it gets.
+
+    Args:
+        app: the application.
+        seconds: that a request may take, until its response is written.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app, self._seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(TimeoutError):  # the connection is closed with its response unfinished
+            async with asyncio.timeout(self._seconds):
+                await self._app(scope, receive, send)
 
 
 class _Stream(StreamingResponse):

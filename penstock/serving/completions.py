@@ -11,6 +11,7 @@ import torch
 
 from penstock.generation.generate import Job
 from penstock.generation.groups import Group
+from penstock.generation.seeds import seed_of
 from penstock.serving.refusal import Refusal, wrong
 from penstock.serving.served import Served
 from penstock.serving.text import Stopping
@@ -18,6 +19,9 @@ from penstock.serving.text import Stopping
 _TOKENS = 16  # that are generated if /v1/completions does not say how many, as OpenAI's does
 _STOPS = 4  # stop sequences that a request may have, as OpenAI's
 _SEEDS = 1 << 63
+
+MOST_PROMPT = 8192
+"""Tokens that a prompt may have if nobody says more."""
 
 ONE_BEAM: Mapping[str, Any] = {"num_beams": 1}
 """Tokens are streamed, which beams cannot be, whatever the model's own settings say."""
@@ -92,7 +96,7 @@ class CompletionRequest:
         prompts: their tokens.
         max_tokens: that are generated for each at most.
         stop: texts that end a sequence.
-        seed: of random numbers; that of sequence k is `seed + k`. `None` for any.
+        seed: of random numbers; that of sequence k is `seed_of(seed, k)`. `None` for any.
         stream: whether the text is wanted piece by piece.
         counts: whether a stream ends with the number of tokens.
         arguments: more arguments of the model's `generate`.
@@ -113,15 +117,16 @@ class Reader:
     Args:
         served: the model.
         most: the most tokens that a request may ask for, for each sequence.
+        most_prompt: the most tokens that a prompt may have.
 
     Attributes:
         ends: tokens that end a sequence.
         has_chat: whether the tokenizer knows how messages are written.
     """
 
-    def __init__(self, served: Served, most: int) -> None:
+    def __init__(self, served: Served, most: int, most_prompt: int = MOST_PROMPT) -> None:
         self._served = served
-        self._most = most
+        self._most, self._most_prompt = most, most_prompt
         config: Any = getattr(served.model, "config", None)
         generation = getattr(served.model, "generation_config", None)
         of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -194,7 +199,8 @@ class Reader:
                 own["stopping_criteria"] = [
                     Stopping(self._served.tokenizer, requested.stop, len(prompt))
                 ]
-            jobs.append(Job(Group(range(1), (ids,), own), seed + k, streams=True))
+            group = Group(range(1), (ids,), own)
+            jobs.append(Job(group, seed_of(seed, k), streams=True))
         return jobs
 
     def _request(
@@ -214,7 +220,7 @@ class Reader:
         stop = self._stop(fields.take("stop"))
         seed = fields.take("seed")
         if seed is not None:
-            seed = _Range(0, _SEEDS - len(prompts), kind=int).check("seed", seed)
+            seed = _Range(0, _SEEDS - 1, kind=int).check("seed", seed)
         stream = fields.flag("stream")
         options = fields.take("stream_options") or {}
         if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
@@ -261,6 +267,13 @@ class Reader:
             raise wrong(name, f"{name}: {_short(prompt)} is neither a text nor a list of integers")
         if not tokens:
             raise wrong(name, f"{name} is empty: at least one token is needed to go on from")
+        if len(tokens) > self._most_prompt:
+            raise wrong(
+                name,
+                f"{name} has {len(tokens)} tokens, and this server takes {self._most_prompt}: "
+                "shorten it, or start the server with a larger --max-prompt",
+                "context_length_exceeded",
+            )
         words = math.inf if self._words is None else self._words
         unknown = [token for token in tokens if not 0 <= token < words]
         if unknown:

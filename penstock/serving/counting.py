@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from penstock.board.metrics import Collector
@@ -18,17 +19,46 @@ Outcome = Literal["done", "refused", "failed", "timeout", "gone"]
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
+class _States:
+    """What prometheus-client asks for the states of sequences at every scrape."""
+
+    def __init__(self, states: Callable[[], Mapping[int, int]]) -> None:
+        self._states = states
+
+    def describe(self) -> list[Any]:
+        """Nothing: it is asked at every scrape."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """The bytes of each stage."""
+        family = GaugeMetricFamily(
+            "penstock_serving_state_bytes",
+            "Caches and other states of sequences that a stage holds.",
+            labels=["stage"],
+        )
+        for stage, size in self._states().items():
+            family.add_metric([str(stage)], size)
+        yield family
+
+
 class Counts:
     """Numbers of requests and tokens, and times.
 
     Args:
         status: of the pipeline.
         open_jobs: how many sequences or calls there are, those that wait included.
+        states: the bytes of the states that workers hold, by stage.
     """
 
-    def __init__(self, status: Callable[[], Status], open_jobs: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        status: Callable[[], Status],
+        open_jobs: Callable[[], int],
+        states: Callable[[], Mapping[int, int]],
+    ) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(Collector(status))
+        registry.register(_States(states))
         name = "penstock_serving"
         self._requests = Counter(
             f"{name}_requests", "Requests by how they ended.", ["outcome"], registry=registry

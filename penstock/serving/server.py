@@ -23,7 +23,7 @@ from penstock.generation.groups import Group
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.serving.app import Endpoints
-from penstock.serving.completions import ONE_BEAM
+from penstock.serving.completions import MOST_PROMPT, ONE_BEAM, Reader
 from penstock.serving.counting import Counts
 from penstock.serving.engine import Engine, Work
 from penstock.serving.predictor import Predictor
@@ -35,6 +35,7 @@ _ROWS = 8  # of an example that is made here, each a group, as sequences are ser
 _LEAVING = 10.0  # seconds that the connections may take to close when everything is answered
 _WARM = (1, 3, 5, 8)  # lengths of prompts that are generated before requests are taken
 _WARM_TOKENS = 4
+_PASS = 60.0  # seconds that a pass has at least, as Pipeline gives it: the first ones are slower
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,11 @@ class Settings:
         queue: how many may wait besides.
         kinds: how many kinds of inputs, such as other sizes, a model without `generate` may be
             called with besides the example's.
-        timeout: seconds that a request may take, with its wait.
+        timeout: seconds that a request may take, with its wait; a pass that takes longer, and more
+            than a minute, is taken to hang.
         grace: seconds that requests may go on for when the server is stopped.
         max_tokens: the most tokens that a request may ask for, for each sequence.
+        max_prompt: the most tokens that a prompt may have.
     """
 
     host: str = "127.0.0.1"
@@ -71,6 +74,7 @@ class Settings:
     timeout: float = 300.0
     grace: float = 30.0
     max_tokens: int = 1024
+    max_prompt: int = MOST_PROMPT
 
 
 class Server:
@@ -106,9 +110,9 @@ class Server:
                 work = Predictor(sessions, width, settings.kinds)
             most = width + settings.queue
             self._engine = Engine(work, most, sessions.drop, sessions.check)
-            counts = Counts(self.pipe.status, lambda: self._engine.open)
-            limits = settings.timeout, settings.max_tokens
-            endpoints = Endpoints(served, self._engine, counts, *limits)
+            counts = Counts(self.pipe.status, lambda: self._engine.open, sessions.held)
+            reader = Reader(served, settings.max_tokens, settings.max_prompt)
+            endpoints = Endpoints(served, self._engine, counts, settings.timeout, reader)
             self._listener = listener
             self._http = uvicorn.Server(_config(endpoints, settings.grace))
             host, port = listener.getsockname()[:2]
@@ -194,6 +198,7 @@ def _pipeline(served: Served, settings: Settings) -> Pipeline:
         "cuts": settings.cuts,
         "memory_limit": settings.memory_limit,
         "workers": kind,
+        "timeout": None if served.pipeline.get("compile") else max(settings.timeout, _PASS),
         "on_failure": "replace" if kind == "processes" else "raise",
         "audit": None,
     }

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 import penstock as ps
+from penstock.generation.seeds import seed_of
 from tests.support.models import replicated, uniform_plan
 
 VOCABULARY = 64
@@ -106,7 +107,7 @@ def expected(model: Any, groups: list[Any], seed: int = 0, **kwargs: Any) -> lis
     Args:
         model: on one device, with one thread.
         groups: the ids of each, or keyword arguments.
-        seed: that of the first sequence.
+        seed: of the batch that they are.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -116,7 +117,7 @@ def expected(model: Any, groups: list[Any], seed: int = 0, **kwargs: Any) -> lis
         with torch.random.fork_rng():
             for group in groups:
                 given = group if isinstance(group, dict) else {"input_ids": group}
-                torch.manual_seed(seed + first)
+                torch.manual_seed(seed_of(seed, first))
                 found.append(model.generate(**given, **kwargs))
                 first += len(next(iter(given.values())))
     finally:

@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 
+from penstock.generation.seeds import seed_of
 from tests.serving.expected import numbers, result_of, tokens_of
 from tests.serving.models import CONTEXT, gpt2, letters, net, t5
 from tests.serving.running import TIMEOUT, Running, running
@@ -59,7 +60,7 @@ def test_a_sampled_completion_is_that_of_its_seed(server: Running, model: Any) -
     options = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
     found = server.complete([[3, 4], [3, 4]], max_tokens=12, **options).json()["choices"]
     own = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
-    expected = [text_of(model, [3, 4], most=12, seed=11 + k, **own) for k in range(2)]
+    expected = [text_of(model, [3, 4], most=12, seed=seed_of(11, k), **own) for k in range(2)]
     assert [choice["text"] for choice in found] == expected
     assert expected[0] != expected[1]
 
