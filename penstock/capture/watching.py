@@ -43,22 +43,18 @@ class OperatorWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        known = self._known
+        result = func(*args, **kwargs) if known is None else known.run(func, args, kwargs)
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if torch.Tag.data_dependent_output in func.tags:
-            self.reads_values |= self._of_module or not _is_decision(func, args)
+            # by a yes or no, functions check what they are given, as `torch.istft` does
+            self.reads_values |= self._of_module or type(result) is not bool
         elif torch.Tag.dynamic_output_shape in func.tags:
             self.reads_values |= func is not torch.ops.aten.index.Tensor or any(
                 index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
             )
-        kwargs = kwargs or {}
-        return func(*args, **kwargs) if self._known is None else self._known.run(func, args, kwargs)
-
-
-def _is_decision(func: Any, args: Sequence[Any]) -> bool:
-    """Whether it only reads a yes or no: so functions check arguments, as `torch.istft` does."""
-    if func is torch.ops.aten._local_scalar_dense.default:
-        return args[0].dtype is torch.bool
-    return func is torch.ops.aten.equal.default
+        return result
 
 
 class Contents:
