@@ -71,6 +71,7 @@ __all__ = [
     "is_batched",
     "is_profiling",
     "is_transformed",
+    "keeps_graph",
     "profiler_config",
     "pytree",
     "set_version",
