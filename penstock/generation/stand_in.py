@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -29,56 +28,48 @@ def stand_in(
 ) -> nn.Module:
     """A copy of a model, whose calls are calls of `forward`.
 
-    Its tensors and configuration are the model's own. Its submodules are copies as well, so what
-    methods assign to attributes of a module stays with the copy.
+    Its submodules and tensors are the model's own. What the copy's methods assign to attributes of
+    the model itself stays with the copy.
 
     Args:
         model: is not changed.
         forward: in place of the model's.
-        called: is told the name of every submodule that is called.
+        called: is told the name of every direct part that is called, or part of a list of such.
     """
-    copy = _copied(model, "", {}, called)
+    copy: nn.Module = object.__new__(type(model))
+    vars(copy).update(vars(model), _modules=_noting(model, "", called))
     vars(copy)["forward"] = functools.wraps(model.forward)(forward)
     vars(copy).update({name: own for name, own in _REPLACED.items() if hasattr(model, name)})
     return copy
 
 
-def _copied(
-    module: nn.Module, name: str, copies: dict[int, nn.Module], called: Callable[[str], None]
-) -> nn.Module:
-    """A copy of a module and of its submodules, which have the same tensors."""
-    if isinstance(module, torch.jit.ScriptModule):  # lives in C++
-        return module
-    if id(module) in copies:
-        return copies[id(module)]
-    copy: nn.Module = object.__new__(type(module))
-    copies[id(module)] = copy
-    vars(copy).update(vars(module))
-    vars(copy)["_modules"] = {
-        key: None if part is None else _copied(part, f"{name}.{key}".strip("."), copies, called)
-        for key, part in module._modules.items()
-    }
-    vars(copy)["forward"] = _noting(module, weakref.ref(copy), name, called)
-    return copy
+def _noting(module: nn.Module, prefix: str, called: Callable[[str], None]) -> dict[str, Any]:
+    """The parts of a module, which say when they are called."""
+    found: dict[str, Any] = {}
+    for key, part in module._modules.items():
+        found[key] = part
+        if part is None or isinstance(part, torch.jit.ScriptModule):  # which lives in C++
+            continue
+        kind: Any = type(part)
+        own: Any = object.__new__(_noting_kind(kind))
+        object.__setattr__(own, "_called", functools.partial(called, prefix + key))
+        own.__dict__ = vars(part)
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            own.__dict__ = {**vars(part), "_modules": _noting(part, f"{prefix}{key}.", called)}
+        found[key] = own
+    return found
 
 
-def _noting(
-    module: nn.Module,
-    copy: weakref.ref[nn.Module],
-    name: str,
-    called: Callable[[str], None],
-) -> Callable[..., Any]:
-    """The forward of a module's copy, to which it does not refer, as they would keep each other."""
-    replaced = vars(module).get("forward")
+@functools.cache
+def _noting_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of modules that say when they are called; they share the attributes of another."""
 
-    @functools.wraps(module.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        called(name)
-        if replaced is not None:
-            return replaced(*args, **kwargs)
-        return type(module).forward(copy(), *args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._called()
+        return kind.__call__(self, *args, **kwargs)
 
-    return forward
+    own = {"__slots__": ("_called",), "__call__": call, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
 
 
 def named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

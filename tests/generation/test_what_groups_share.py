@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import penstock as ps
 from penstock.generation.seeds import seed_of
 from penstock.generation.stand_in import stand_in
-from tests.generation.subjects import VOCABULARY, expected, gpt2, llama, pipeline, tokens
+from tests.generation.subjects import expected, gpt2, llama, pipeline, tokens
 
 
 @pytest.mark.parametrize("in_settings", [False, True])
@@ -61,38 +60,3 @@ def test_what_drafting_leaves_does_not_reach_other_groups() -> None:
     for k, row in enumerate(ids.split(1)):
         fresh = {**options, "seed": seed_of(2, k), "assistant_model": copy.deepcopy(assistant)}
         assert torch.equal(found[k], expected(model, [row], **fresh)[0])
-
-
-class Counted(nn.Module):
-    """Counts the tokens of a text in an attribute of a part, as its `generate` goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.part = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8))
-        self.part.count = torch.zeros(())
-        self.head = nn.Linear(8, VOCABULARY)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.part(ids))
-        return found
-
-    @torch.no_grad()
-    def generate(self, ids: torch.Tensor, count: int) -> torch.Tensor:
-        for _ in range(count):
-            chosen = self(ids)[:, -1].argmax(-1, keepdim=True)
-            self.part.count = self.part.count + 1
-            ids = torch.cat([ids, (chosen + self.part.count.long()) % VOCABULARY], 1)
-        return ids
-
-
-def test_what_is_assigned_to_a_part_stays_with_the_group() -> None:
-    model, ids = Counted().eval(), tokens(3, 4)
-    fresh = copy.deepcopy(model)
-    with pipeline(model) as pipe:
-        found = pipe.generate(ids, 5, rowwise=True)
-    for row in range(3):
-        assert torch.equal(
-            found[row : row + 1], copy.deepcopy(fresh).generate(ids[row : row + 1], 5)
-        )
-    assert model.part.count == 0
