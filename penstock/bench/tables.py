@@ -349,8 +349,10 @@ def frameworks(report: dict[str, Any]) -> str:
         ratios = [f"{r['to_one_core']:.2f}x ± {r['to_one_core_spread']:.2f}" for r in others]
         cells = [titles[found["model"]], f"{1e3 * first['median']:.0f} ms", *ratios]
         lines.append(f"| {' | '.join(cells)} |")
-        said = {row["plan"]: row["name"] for row in others if row["plan"]}
-        plans += [f"- {cells[0]}, {name}: {plan}." for plan, name in said.items()]
+        said: dict[str, list[str]] = {}
+        for row in others:
+            said.setdefault(row["plan"], []).append(row["name"])
+        plans += [f"- {cells[0]}, {' and '.join(said[plan])}: {plan}." for plan in said if plan]
     rounds = ", ".join(map(str, {found["settings"]["rounds"] for found in report["models"]}))
     return "\n".join(
         [*lines, "", *plans, "", f"Medians of {rounds} processes in turns. {_where(report)}"]

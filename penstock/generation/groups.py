@@ -66,11 +66,11 @@ def prompts_of(
     groups = []
     for k, prompt in enumerate(args[0]):
         is_tensor = isinstance(prompt, torch.Tensor)
-        what = f"a tensor of shape {tuple(prompt.shape)}" if is_tensor else type(prompt).__name__
+        what = f"tensor of shape {tuple(prompt.shape)}" if is_tensor else type(prompt).__name__
         is_one = is_tensor and (prompt.ndim == 1 or (prompt.ndim == 2 and len(prompt) == 1))
         if not is_one or not prompt.numel():
             raise InputError(
-                f"prompt {k} is {what}: a list of prompts has for each a tensor of its tokens, "
+                f"prompt {k} is a {what}: a list of prompts has for each a tensor of its tokens, "
                 "one at least, of shape (length,) or (1, length)"
             )
         own = prompt.reshape(1, -1) if prompt.ndim == 1 else prompt

@@ -31,7 +31,7 @@ import torch
 
 import penstock as ps
 from tests.elastic.training import MICROBATCHES, RATE, STEPS, TASKS, Task, reference
-from tests.support.actors import have_ray
+from tests.support.actors import have_room
 
 EVENTS = 20
 _GONE = 30.0  # seconds until Ray has ended the actors of a pipeline that is closed
@@ -130,7 +130,7 @@ def run(
         replicas="auto" if seed % 3 == 0 and workers == "processes" else 1,
     )
     if workers == "ray":
-        have_ray()
+        have_room()
     began = time.monotonic()
     try:
         found = _Happening(outcome, rng, TASKS[model]).train(events)

@@ -138,7 +138,7 @@ def test_prompts_in_a_list_that_are_none() -> None:
         for prompt, said in (
             (tokens(2), r"prompt 0 is a tensor of shape \(2, 7\)"),
             (tokens()[0, :0], r"prompt 0 is a tensor of shape \(0,\)"),
-            ([3, 4], "prompt 0 is list"),
+            ([3, 4], "prompt 0 is a list"),
         ):
             with pytest.raises(ps.InputError, match=said):
                 pipe.generate([prompt], max_new_tokens=2)

@@ -42,10 +42,10 @@ def close(names: dict[str, Any]) -> None:
     for value in list(names.values()):
         if isinstance(value, ps.Pipeline):
             value.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     names.clear()
     gc.collect()
+    if torch.distributed.is_initialized():  # of which nobody has anything any more
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(HOME)))

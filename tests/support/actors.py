@@ -39,6 +39,12 @@ def have_ray() -> None:
         atexit.register(ray.shutdown)
 
 
+def have_room() -> None:
+    """Have a Ray cluster whose CPUs are all free, for actors that are not lent."""
+    have_ray()
+    drain()
+
+
 @dataclass(frozen=True)
 class Renewed:
     """A job: put everything back."""

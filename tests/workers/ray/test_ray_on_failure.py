@@ -35,14 +35,14 @@ from tests.pipeline.test_on_failure import (
     send,
     set_trap,
 )
-from tests.support.actors import have_ray, lent_actors
+from tests.support.actors import have_room, lent_actors
 
 HERE = ps.Ray(cpus=1)
 
 
 @pytest.fixture(autouse=True)
 def _ray() -> None:
-    have_ray()
+    have_room()
 
 
 def check(folder: Path, events: dict[int, Event], **options: Any) -> ps.Pipeline:
