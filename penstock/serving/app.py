@@ -29,9 +29,8 @@ from penstock.serving.served import Served
 from penstock.serving.text import Text
 
 _BODY = 16 << 20  # bytes that a request may have
-_WRITING = (
-    10.0  # seconds for which a response may wait for its client after the time of the request
-)
+_WRITING = 10.0
+"""Seconds for which a response may wait for its client after the time of the request."""
 _CLOSED = 499  # the status that nginx logs for a client that went away; nobody gets it
 
 

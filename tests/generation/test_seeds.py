@@ -24,7 +24,8 @@ def test_seeds_nearby_have_none_in_common() -> None:
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63, 2**64 - 1])
 def test_torch_takes_them(seed: int) -> None:
-    torch.Generator().manual_seed(seed_of(seed, 5))
+    generator = torch.Generator().manual_seed(seed_of(seed, 5))
+    assert generator.initial_seed() == seed_of(seed, 5)
 
 
 def test_rows_do_not_draw_what_others_draw_with_the_next_seed() -> None:
