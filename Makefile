@@ -108,7 +108,9 @@ figures: $(READY)
 
 # The site, into out/site. Building it and reading it need no network.
 docs: $(DOCS)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@mkdir -p out
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict > out/site.log 2>&1 \
+		|| { cat out/site.log; exit 1; } # with --quiet, warnings are not counted
 	@echo "out/site/index.html; with the search: $(BIN)/python -m http.server -d out/site"
 
 $(DOCS): $(READY)

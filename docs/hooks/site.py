@@ -26,7 +26,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lists the messages of all errors, and names files that the site does not have."""
+    """Lists the messages of all errors, and names files that the site does not have.
+
+    Links to the pages from above docs/ lead to where the site has them.
+    """
     if page.file.src_uri == "troubleshooting.md":
         markdown = markdown.replace("<!-- every message -->", messages.markdown())
+    for name, generated in _PAGES.items():
+        markdown = markdown.replace(f"](../{name}", f"]({generated}")
     return _OUTSIDE.sub(r"\1 (`\2`)", markdown)
