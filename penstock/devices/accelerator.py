@@ -7,6 +7,7 @@ are the same for the one kind that the process has; they are used where they suf
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -16,6 +17,10 @@ import torch
 from penstock.devices.kind import DeviceKind, DeviceMemory, Moment, Stream
 
 _NEEDED = ("Event", "Stream", "current_stream", "device", "device_count", "stream", "synchronize")
+
+# While a tool traces GPUs, such as PyTorch's race detector, PyTorch calls Python as it makes a
+# device's first streams, and another thread that makes one waits for that with Python locked.
+MAKING_STREAMS = threading.Lock()
 
 
 class Accelerator(DeviceKind):
@@ -56,7 +61,8 @@ class Accelerator(DeviceKind):
 
     def new_stream(self, device: torch.device) -> Stream:
         """Another stream than the current one."""
-        return cast(Stream, self._module.Stream(device))
+        with MAKING_STREAMS:
+            return cast(Stream, self._module.Stream(device))
 
     def current_stream(self, device: torch.device) -> Stream:
         """The calling thread's."""

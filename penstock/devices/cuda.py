@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from penstock.devices.accelerator import Accelerator
+from penstock.devices.accelerator import MAKING_STREAMS, Accelerator
 from penstock.devices.kind import DeviceMemory, Recorder, Recording
 from penstock.torch_internals import end_allocating
 
@@ -141,7 +141,8 @@ class _Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)  # no copies are on such a one
+        with MAKING_STREAMS:
+            self._stream = torch.cuda.Stream(device, priority=-1)  # no copies are on such a one
 
     def record(
         self,
@@ -164,6 +165,7 @@ class _Recorder:
                 with alone():
                     self._begin(graph, memory)
                 try:
+                    torch.zeros(1, device=self._device)  # a recording of views alone is warned of
                     made = work(opened)
                     graph.capture_end()
                 except BaseException:
