@@ -70,12 +70,18 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     audit = options.audit
     more: dict[str, Any] = {"audit": int(audit) if audit and audit.isdecimal() else audit}
     more["device"] = options.device
-    if options.workers:
-        more["workers"] = options.workers
     if options.device != "cpu" or options.graphs:
-        more.setdefault("workers", "threads")
         torch.use_deterministic_algorithms(True, warn_only=True)
     return {**more, "cuda_graphs": True} if options.graphs else more
+
+
+def kept_to(program: Drawn, options: argparse.Namespace) -> Drawn:
+    """With the settings that hold for all programs of this run."""
+    if options.graphs:  # what is recomputed is not recorded
+        program = replace(program, recompute="none")
+    on_threads = options.device != "cpu" or options.graphs
+    workers = options.workers or ("threads" if on_threads else program.workers)
+    return replace(program, workers=workers)
 
 
 def main() -> int:
@@ -109,8 +115,7 @@ def main() -> int:
                 program = drawn_for_replicas(number)
             else:
                 program = drawn(number, options.hidden, options.steps)
-            if options.graphs:  # what is recomputed is not recorded
-                program = replace(program, recompute="none")
+            program = kept_to(program, options)
             with unguarded() if options.unguarded else nullcontext():
                 ended = outcome(
                     program, **{**more, **({"audit": None} if options.unguarded else {})}

@@ -200,9 +200,15 @@ def _pipeline(
         captured, workers or stages, program.microbatches, schedule, cuts, program.recompute
     )
     plan = replicated(plan, program.replicas)
-    options = {"workers": program.workers, **options}
     devices = [device] * len(plan.devices)
-    return ps.Pipeline(model, plan=plan, program=captured, devices=devices, **options)
+    return ps.Pipeline(
+        model,
+        plan=plan,
+        program=captured,
+        devices=devices,
+        workers=program.workers,
+        **options,
+    )
 
 
 class Both:
