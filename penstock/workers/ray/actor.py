@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +23,12 @@ from penstock.links.handshake import Listener
 from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.links.wire import SPIN
+from penstock.workers.pool import Job
 from penstock.workers.process_state import ProcessState, loading
 from penstock.workers.ranks.workers import RankTicket
 from penstock.workers.ray.copies import ActorCopies, Copy
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
-from penstock.workers.ray.rank import ActorRank
+from penstock.workers.ray.rank import ActorRank, GivenUp
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -111,6 +113,10 @@ class ActorState(ProcessState):
             if isinstance(tensor, nn.Parameter) and id(tensor) in own
         }
 
+    def operation(self, what: str) -> AbstractContextManager[None]:
+        """An operation of all ranks, if this names one."""
+        return self.rank.operation(what) if what else nullcontext()
+
     def is_given_up(self) -> bool:
         """Whether the job that it does was given up; may be called from any thread."""
         return self.doing <= self.given_up
@@ -183,11 +189,15 @@ class Actor:
         self._lock = threading.Lock()  # of the numbers of jobs
         self._thread = 0
 
-    def do(self, number: int, packed: Pickled) -> tuple[bool, Pickled]:
+    def do(self, number: int, operation: str, packed: Pickled) -> tuple[bool, Pickled]:
         """Do a job.
+
+        If it is an operation of all ranks, they are told of whatever happens here, even if the job
+        cannot be loaded, or was given up before it began: those who have begun wait for this one.
 
         Args:
             number: of the jobs that all workers have been given together.
+            operation: the name of the operation of all ranks that the jobs are, if they are one.
             packed: the job.
 
         Returns:
@@ -196,14 +206,17 @@ class Actor:
         self._thread = threading.get_ident()
         own = self._state
         try:
-            with self._lock:
-                own.doing = number
-                if own.is_given_up():
-                    raise Aborted
-            with loading():
-                job: Callable[[ActorState], Any] = unpickled(packed)
-            found, failed = job(own), False
-            del job
+            with own.operation(operation):
+                with self._lock:
+                    own.doing = number
+                    if own.is_given_up():
+                        raise GivenUp
+                with loading():
+                    job: Callable[[ActorState], Any] = unpickled(packed)
+                found, failed = job(own), False
+                del job
+        except GivenUp:
+            found, failed = Aborted(), True
         except BaseException as error:  # a sys.exit() in a module must not end the actor
             found, failed = portable(error, f"worker {own.worker}"), True
         try:
@@ -254,6 +267,11 @@ def _unsent(error: Exception, worker: int) -> BaseException:
     )
     found.__cause__ = error
     return found
+
+
+def operation_of(job: Job) -> str:
+    """The name of the operation of all ranks that a job is, which all of them have to begin."""
+    return getattr(job, "operation", "")
 
 
 def step_failed(error: BaseException, worker: int) -> BaseException:

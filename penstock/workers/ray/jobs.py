@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,9 @@ from penstock.workers.optimizer_parts import own_groups, use_settings
 from penstock.workers.pool import Job
 from penstock.workers.process_state import freeze, loading
 from penstock.workers.ranks.rendezvous import LISTEN, Entry, Others, launched
-from penstock.workers.ray.actor import ActorState, step_failed
+from penstock.workers.ray.actor import ActorState, operation_of, step_failed
 from penstock.workers.ray.copies import OF_OTHERS, OF_PASS, Copy
-from penstock.workers.ray.rank import ActorRank
+from penstock.workers.ray.rank import ActorRank, GivenUp
 from penstock.workers.tensors import Shared
 
 _TIMEOUT = 120.0  # seconds in which all actors have to be there
@@ -295,6 +295,8 @@ class StartPass:
         copy: that is made after the pass, if one is.
     """
 
+    operation: ClassVar[str] = "the start of a pass"
+
     order: Order
     loss: Packed | None
     news: TensorChanges
@@ -359,15 +361,17 @@ class FinishPass:
 
     Attributes:
         number: of the pass.
+        operation: what a user calls it.
     """
 
     number: int
+    operation: str
 
     def __call__(self, own: ActorState) -> Done:
         """Give what has come of it, when the buddy has a copy of what the worker has since."""
         places = [k for k, (order, *_) in enumerate(own.tickets) if order.number == self.number]
         if not places:
-            raise Aborted
+            raise GivenUp
         order, ticket, copy = own.tickets[places[0]]
         del own.tickets[places[0]]
         outcome = own.rank.finish(ticket)
@@ -389,11 +393,12 @@ class FinishPass:
 class DropPasses:
     """Give up the passes that are under way, and undo them."""
 
+    operation: ClassVar[str] = "giving up"
+
     def __call__(self, own: ActorState) -> None:
         """Run on all workers at the same time."""
         own.tickets.clear()
-        with own.rank.operation("giving up"):
-            own.rank.give_up(Aborted())
+        own.rank.give_up(Aborted())
 
 
 # -- parameters ----------------------------------------------------------------------------------
@@ -437,6 +442,8 @@ class Step:
         news: of its tensors.
     """
 
+    operation: ClassVar[str] = "optimizer.step"
+
     number: int
     settings: Sequence[Mapping[str, Any]]
     news: TensorChanges
@@ -470,6 +477,8 @@ class Clip:
         clipping: how.
         news: of this worker's tensors.
     """
+
+    operation: ClassVar[str] = "clip_grad_norm_"
 
     parameters: Sequence[int]
     clipping: Clipping
@@ -580,6 +589,11 @@ class Copied:
 
     job: Job
     copy: Copy
+
+    @property
+    def operation(self) -> str:
+        """The job's, which ends before the copy is sent."""
+        return operation_of(self.job)
 
     def __call__(self, own: ActorState) -> Any:
         """Return the job's result once the buddy has the copy."""

@@ -152,6 +152,24 @@ class DriverModel:
                 "pipe.load_state_dict. pipe.fetch() now undoes the change"
             )
 
+    def keep_changes(self) -> list[torch.Tensor]:
+        """Let the script have its own values of tensors, as the workers go.
+
+        After it `check` finds nothing.
+
+        Returns:
+            the tensors that the workers had newer values of, which are lost.
+        """
+        self._hooks = hooks_of_tensors(self.tensors)
+        changed = self._changed()
+        lost = [] if self.stale <= changed else [self.tensors[n] for n in changed & self.stale]
+        for number in changed:
+            tensor = self.tensors[number]
+            if (tensor.shape, tensor.dtype) != self._kinds[number]:
+                self._places[number] = None
+        self.stale -= changed
+        return lost
+
     def _changed(self) -> set[int]:
         """The numbers of tensors that are not what workers know of them."""
         return {

@@ -18,10 +18,11 @@ from penstock.links.local import Aborted
 from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 from penstock.workers.ranks.rendezvous import Entry
-from penstock.workers.ray.actor import Actor
+from penstock.workers.ray.actor import Actor, ActorState, operation_of
 from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.copies import Entries
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
+from penstock.workers.ray.rank import GivenUp
 from penstock.workers.ray.watch import ClusterWatch
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class _Sent(Dispatch):
     Attributes:
         refs: of the results, by worker.
         pickled: jobs, and what they are pickled as, by their ids; several workers may have one.
+        operation: of all ranks, that the jobs are, if they are one.
         failed: when the first failure was noticed.
     """
 
@@ -51,6 +53,7 @@ class _Sent(Dispatch):
         super().__init__(number)
         self.refs: dict[int, ObjectRef] = {}
         self.pickled: dict[int, tuple[Job, Pickled | ObjectRef]] = {}
+        self.operation = ""
         self.failed = 0.0
 
 
@@ -348,8 +351,12 @@ class ActorPool(Pool):
 
     def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         assert isinstance(current, _Sent)
-        packed = self._pickled(worker, job, current)
-        current.refs[worker] = self._actors[worker].do.remote(current.number, packed)
+        current.operation = operation_of(job)
+        self._send(worker, self._pickled(worker, job, current), current)
+
+    def _send(self, worker: int, packed: Pickled | ObjectRef, current: _Sent) -> None:
+        do = self._actors[worker].do
+        current.refs[worker] = do.remote(current.number, current.operation, packed)
 
     def _pickled(self, worker: int, job: Job, current: _Sent) -> Pickled | ObjectRef:
         """The job, pickled once for all workers that have it."""
@@ -367,9 +374,12 @@ class ActorPool(Pool):
 
     def _recall(self, current: Dispatch) -> None:
         assert isinstance(current, _Sent)
-        for worker in current.waits_for:
-            if worker not in current.refs:
-                current.given.discard(worker)
+        others = [worker for worker in range(self._count) if worker not in current.refs]
+        current.given.difference_update(others)
+        if current.operation and current.refs:  # those who have begun it wait for the others
+            for worker in others:
+                current.given.add(worker)
+                self._send(worker, pickled(_never_given), current)
 
     def _await_report(self, current: Dispatch, seconds: float | None) -> None:
         assert isinstance(current, _Sent)
@@ -515,6 +525,10 @@ def cause_of(error: Exception) -> str:
         return f"{found[1]}, {found[2].rstrip('. ')}"
     cause = _CAUSE.search(said)
     return (cause[1] if cause else said).split(". ")[0].rstrip(".")
+
+
+def _never_given(own: ActorState) -> None:
+    raise GivenUp
 
 
 def _is_of(error: BaseException, worker: int) -> bool:

@@ -72,9 +72,8 @@ class ActorRank(RankWorkers):
 
     def start_within(self, around: AbstractContextManager[None], order: Order) -> RankTicket:
         """As `start`; the rank's thread enters a context for this rank's part of the pass."""
-        with self.operation("the start of a pass"):
-            self._around.append(around)
-            return self.start(order)
+        self._around.append(around)
+        return self.start(order)
 
     def _run(self, order: Order, number: int, timeout: float, is_checked: bool) -> Outcome:
         with self._around.popleft():
@@ -115,6 +114,8 @@ class ActorRank(RankWorkers):
     def update(self, work: Callable[[], None], owned: Sequence[nn.Parameter]) -> None:
         """Have the rank's thread update parameters; then replicas have each other's new ones.
 
+        It ends the operation.
+
         Args:
             work: does it.
             owned: the parameters that it updates.
@@ -129,9 +130,9 @@ class ActorRank(RankWorkers):
             return self._share(owned, number, self._ranks.timeout)
 
         try:
-            with self.operation("optimizer.step"):
-                number = self._ranks.number
-                self._own(self._thread.start([run]))
+            number = self._ranks.number
+            self._own(self._thread.start([run]))
+            self._ranks.end(None)
         except BaseException:
             self._passes.clear()  # some may have new weights, so the next pass looks at them
             raise

@@ -337,7 +337,7 @@ class RayWorkers(DrivenWorkers):
         """Wait for a pass; its gradients stay with the workers."""
         order, started, copy = ticket
         self._pool.check_under_way(started)
-        current, jobs = None, [FinishPass(order.number)] * len(self.members)
+        current, jobs = None, [FinishPass(order.number, order.name)] * len(self.members)
         seconds = self._seconds(copy)
         try:
             with self._starting():
@@ -701,6 +701,11 @@ class RayWorkers(DrivenWorkers):
             copying, self._copying = self._copying, None  # what is brought is not copied first
             try:
                 if not self._is_brought:
+                    for tensor in self._model.keep_changes():
+                        _warn_of_loss(
+                            f"the script has changed a tensor of shape {tuple(tensor.shape)} of "
+                            "which they had newer values"
+                        )
                     self.bring()
             except PenstockError as error:
                 self._copying = copying  # one had died, and nobody had noticed
@@ -748,8 +753,8 @@ class _At:
         return self._model.names(names)
 
 
-def _warn_of_loss(error: PenstockError) -> None:
-    warnings.warn(f"what was trained is lost as the pipeline is closed: {error}", stacklevel=2)
+def _warn_of_loss(why: PenstockError | str) -> None:
+    warnings.warn(f"what was trained is lost as the pipeline is closed: {why}", stacklevel=2)
 
 
 def _idle(own: ActorState) -> None:

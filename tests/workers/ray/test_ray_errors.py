@@ -167,9 +167,31 @@ def test_old_weights_are_not_taken_for_new_ones() -> None:
 
 def test_hooks_that_come_later_are_refused() -> None:
     with make() as pipe:
-        pipe.model[0][0].weight.register_hook(print)  # type: ignore[index, union-attr]
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        step(pipe)
+        optimizer.step()
+        weight: Any = pipe.model[0][0].weight  # type: ignore[index]
+        before = weight.detach().clone()
+        weight.register_hook(print)
         with pytest.raises(ps.InputError, match="hooks of a parameter"):
             step(pipe)
+    assert not torch.equal(weight, before)  # what was trained is not lost
+
+
+def test_a_changed_tensor_does_not_lose_what_others_have_learnt() -> None:
+    with make() as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        step(pipe)
+        optimizer.step()
+        first: Any = pipe.model[0][0].weight  # type: ignore[index]
+        second: Any = pipe.model[1][0].weight  # type: ignore[index]
+        before = second.detach().clone()
+        with torch.no_grad():
+            first.fill_(2)
+        with pytest.warns(UserWarning, match=r"a tensor of shape \(6, 6\) of which they had newer"):
+            pipe.close()
+    assert torch.equal(first, torch.full((6, 6), 2.0))
+    assert not torch.equal(second, before)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +225,62 @@ def test_what_cannot_be_sent() -> None:
         with pytest.raises(ps.InputError, match="the loss function cannot be sent"):
             pipe.train_step(X, target=X, loss_fn=loss)
         step(pipe)
+
+
+def test_a_pass_that_only_some_workers_have_begun_is_given_up() -> None:
+    """The one that has begun waits for the other, which never does."""
+    with make() as pipe:
+        before = step(pipe)
+        pipe.zero_grad()
+        pool = pipe._workers._pool  # type: ignore[attr-defined]
+        pool.start([lambda own: time.sleep(1.5), lambda own: None])
+        timer = threading.Timer(0.5, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            step(pipe)
+        timer.join()
+        assert torch.equal(step(pipe), before)
+
+
+def test_a_pass_that_only_some_workers_were_given_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make() as pipe:
+        before = step(pipe)
+        pipe.zero_grad()
+        pool = pipe._workers._pool  # type: ignore[attr-defined]
+        give = pool._give
+
+        def interrupted(worker: int, job: Any, current: Any) -> None:
+            if worker == 1:
+                time.sleep(0.5)  # the other one has begun
+                raise KeyboardInterrupt
+            give(worker, job, current)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_give", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step(pipe)
+        assert torch.equal(step(pipe), before)
+
+
+class Unloadable:
+    """A loss that can be sent, and not be loaded elsewhere."""
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target)
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_what_one_worker_cannot_load_fails_on_all_of_them() -> None:
+    with make() as pipe:
+        before = step(pipe)
+        pipe.zero_grad()
+        with pytest.raises(ps.InputError, match="cannot load what it was sent"):
+            pipe.train_step(X, target=X, loss_fn=Unloadable())
+        assert torch.equal(step(pipe), before)
 
 
 WITHOUT_RAY = """
