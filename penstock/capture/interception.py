@@ -113,8 +113,14 @@ class Interceptor(Protocol):
     ) -> Any:
         """What `module(*args, **kwargs)` does; `call` is `nn.Module.__call__`."""
 
-    def check_function(self, function: type) -> None:
-        """Raise if this `autograd.Function` may not be applied."""
+    def apply_function(
+        self,
+        function: type[torch.autograd.Function],
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
 
     def check_assignment(self, module: nn.Module, name: str) -> None:
         """Raise if this attribute of a module may not be assigned to."""
@@ -122,7 +128,10 @@ class Interceptor(Protocol):
 
 @contextmanager
 def intercepted(recorder: Interceptor) -> Iterator[None]:
-    """Every `module(...)` and `Function.apply` asks first. One recording at a time per process."""
+    """Every `module(...)` and `Function.apply` goes through it.
+
+    One recording at a time per process.
+    """
     if getattr(_RECORDING, "model", None) is not None:
         raise CaptureError(
             f"the forward of {_RECORDING.model} captures another model while it is captured itself"
@@ -202,9 +211,8 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
 
         return get
 
-    def checked(function: type, /, *args: Any, **kwargs: Any) -> Any:
-        recorder.check_function(function)
-        return apply.__get__(None, function)(*args, **kwargs)
+    def applied(function: type[torch.autograd.Function], /, *args: Any, **kwargs: Any) -> Any:
+        return recorder.apply_function(function, apply.__get__(None, function), args, kwargs)
 
     def checkpoint_hook(frame: object) -> Any:
         return nullcontext() if recorder.is_outside else hook(frame)
@@ -212,6 +220,6 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
     return [
         (torch, "is_grad_enabled", is_grad_enabled),
         *((torch, name, setting(name)) for name in SETTINGS),
-        (torch.autograd.Function, "apply", classmethod(checked)),
+        (torch.autograd.Function, "apply", classmethod(applied)),
         (checkpointing, hook_name, checkpoint_hook),
     ]

@@ -40,16 +40,17 @@ class UsedOutside(TorchFunctionMode):
 
     Args:
         model: the model.
-        module: the module, which is called meanwhile.
+        module: the module, which is called meanwhile; `None` if a function is.
         given: what it is called with.
 
     Attributes:
         names: of the tensors.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module, given: Iterable[Any]) -> None:
+    def __init__(self, model: nn.Module, module: nn.Module | None, given: Iterable[Any]) -> None:
         super().__init__()
-        inside = {id(tensor) for _, tensor in named_tensors(module)} | set(map(id, given))
+        own = () if module is None else named_tensors(module)
+        inside = {id(tensor) for _, tensor in own} | set(map(id, given))
         self._outside = {id(t): name for name, t in named_tensors(model) if id(t) not in inside}
         self.names: dict[str, None] = {}
 

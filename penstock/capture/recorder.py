@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -40,6 +40,7 @@ from penstock.capture.calls import (
     ambient,
     function_name,
 )
+from penstock.capture.functions import Applied
 from penstock.capture.interception import (
     CLOSING,
     GRADIENTS,
@@ -259,8 +260,12 @@ class Recorder(TorchFunctionMode):
         self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a closed module: what is inside is not looked at."""
-        with nullcontext() if current_function_mode() is not self else without_function_mode():
+        with self._unseen():
             return call(module, *args, **kwargs)
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        """While open, functions are not looked at."""
+        return nullcontext() if current_function_mode() is not self else without_function_mode()
 
     def _undisturbed(self, *args: Any, **kwargs: Any) -> Any:
         """Run a closed module as if nothing was recorded: torch.compile looks at everything."""
@@ -270,18 +275,57 @@ class Recorder(TorchFunctionMode):
                 stack.callback(patch.apply)
             return self._without_mode(*args, **kwargs)
 
-    def check_function(self, function: type) -> None:
-        """Raise if an open module applies a custom `autograd.Function`, for its own backward."""
-        if self.is_outside and function is CheckpointFunction:
+    def apply_function(
+        self,
+        function: type[torch.autograd.Function],
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What `function.apply(*args, **kwargs)` does while recording; `apply` is the real thing.
+
+        It is a call like that of a closed module: its Python runs in the replay as well.
+        """
+        if not self.is_outside:
+            return apply(*args, **kwargs)
+        with self.reading.paused():
+            leaves = tree_leaves((args, kwargs))
+            self._check_function(function, leaves)
+        return self._record(
+            Applied(function), partial(self._given_alone, function, apply), args, kwargs
+        )
+
+    def _check_function(self, function: type, leaves: Sequence[Any]) -> None:
+        """Raise if an open module must not apply a custom `autograd.Function` to these."""
+        if function is CheckpointFunction:
             raise Unrecordable(
                 self._open[-1],
                 "it calls torch.utils.checkpoint with use_reentrant=True, which computes gradients "
                 "in a backward of its own; with use_reentrant=False it would be opened",
             )
-        if self.is_outside:
+        what = f"it applies {function.__name__}, an autograd.Function of its own"
+        if "<locals>" in function.__qualname__:
+            raise Unrecordable(self._open[-1], f"{what}, which may be another one every time")
+        for leaf in leaves:
+            if callable(leaf) and not isinstance(leaf, torch.Tensor | type):
+                raise Unrecordable(
+                    self._open[-1],
+                    f"{what}, to a {type(leaf).__name__}, whose Python the backward may run",
+                )
+
+    def _given_alone(
+        self, function: type, apply: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Apply a function that must use none of the model's tensors but those it is given."""
+        with self._unseen(), UsedOutside(self.model, None, tree_leaves((args, kwargs))) as used:
+            result = apply(*args, **kwargs)
+        if used.names:
             raise Unrecordable(
-                self._open[-1], f"it applies {function.__name__}, an autograd.Function of its own"
+                self._open[-1],
+                f"it applies {function.__name__}, an autograd.Function of its own, "
+                f"which uses {next(iter(used.names))} and is not given it",
             )
+        return result
 
     def check_assignment(self, module: nn.Module, name: str) -> None:
         """Raise if an open module assigns to an attribute of one that will run by itself."""

@@ -66,7 +66,7 @@ class _Seeding(Recorder):
         self._random = random
         self._drawn = key
 
-    def check_function(self, function: type) -> None:
+    def _check_function(self, function: object, leaves: object) -> None:
         """Does nothing: outside of a recording any `autograd.Function` may be applied."""
 
     def check_assignment(self, module: nn.Module, name: str) -> None:

@@ -17,14 +17,17 @@ from tests.support.models import mlp
 X = torch.randn(6, 4)
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+class Mapped(torch.autograd.Function):
+    """Its backward could run any Python."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
+    def forward(ctx: Any, x: torch.Tensor, function: Any) -> torch.Tensor:
+        result: torch.Tensor = function(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * 2, None
 
 
 class Block(nn.Module):
@@ -42,7 +45,7 @@ class Block(nn.Module):
         if self.how == "value":
             return x if x.sum() > 0 else -x
         if self.how == "function":
-            return Double.apply(x)
+            return Mapped.apply(x, torch.tanh)
         if self.how == "reentrant":
             return checkpoint(torch.relu, x, use_reentrant=True)
         if self.how == "unknown":
@@ -60,7 +63,7 @@ class Block(nn.Module):
     ("how", "reason"),
     [
         ("value", "its Python reads a tensor's value"),
-        ("function", "it applies Double, an autograd.Function"),
+        ("function", "it applies Mapped, an autograd.Function of its own, to a builtin"),
         ("reentrant", "use_reentrant=True, .* with use_reentrant=False it would be opened"),
         ("unknown", "its Python reads a tensor's value|no recorded call made"),
         ("attribute", "its forward assigns to self.last"),

@@ -33,7 +33,8 @@ class Outcome:
         seed: of the run.
         error: what the driver was told.
         seconds: until then, or until everything was gone.
-        problems: what is not as it should be.
+        limit: how many that may be; 0 if any.
+        problems: what is not as it should be, however long it took.
         screen: what the driver wrote.
     """
 
@@ -41,8 +42,14 @@ class Outcome:
     seed: int
     error: str = ""
     seconds: float = 0.0
+    limit: float = 0.0
     problems: list[str] = field(default_factory=list)
     screen: str = ""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it took longer than it may."""
+        return bool(self.limit) and self.seconds > self.limit
 
 
 def adopt_orphans() -> None:
@@ -170,7 +177,7 @@ class _Watch:
         elif what == "raised":
             outcome.error = word["error"]
         elif what == "took":
-            outcome.seconds = word["seconds"]
+            outcome.seconds, outcome.limit = word["seconds"], word["limit"]
         elif what == "over":
             outcome.seconds = word["time"] - (self._acted_at or word["time"])
         elif what == "forked":
@@ -205,8 +212,8 @@ class _Watch:
             outcome.problems.append(f"the driver ended with {self._status}")
         if kind.survives and not self._done and not kind.exit_code:
             outcome.problems.append("the driver did not report")
-        if outcome.seconds > SOON and kind.deed:
-            outcome.problems.append(f"it took {outcome.seconds:.1f} s")
+        if kind.deed and kind.survives:
+            outcome.limit = SOON
         if kind.last not in outcome.screen[-1500:]:
             outcome.problems.append(f"the screen does not end with {kind.last!r}")
         outcome.error = outcome.error or f"the driver ends with {self._status}"
