@@ -86,6 +86,7 @@ from penstock.capture.watching import (
     changed,
     check_decision,
     compiled,
+    is_as_large_as_given,
 )
 from penstock.torch_internals import current_function_mode, without_function_mode
 
@@ -538,7 +539,9 @@ class Recorder(TorchFunctionMode):
         known = None if self.weightless is None else self.weightless.known
         watch = OperatorWatch(known, call.is_module)
         seed = None if self.key is None else self.key.for_call(call.identity)
-        watches = watch if self.weightless or not call.is_module else nullcontext()
+        module = self.model.get_submodule(call.target) if isinstance(call.target, str) else None
+        is_watched = self.weightless or module is None or self._may_do_anything(module)
+        watches = watch if is_watched else nullcontext()
         self._check_draws(call.path)
         try:
             with Draws(self.generators, seed) as draws, watches:
@@ -557,7 +560,18 @@ class Recorder(TorchFunctionMode):
             for t, before in zip(tensors, contents, strict=True)
             if before.differs_from(t) and (value := self.known.get(t)) is not None
         )
-        return result, watch.reads_values
+        if module is None or self.weightless:
+            return result, watch.reads_values
+        given = (*tree_leaves((args, kwargs)), *(tensor for _, tensor in named_tensors(module)))
+        return result, watch.may_size and not is_as_large_as_given(flatten(result)[0], given)
+
+    def _may_do_anything(self, module: nn.Module) -> bool:
+        """Whether a closed module is not one of torch's, or compiled."""
+        path = self.paths[id(module)]
+        is_torchs = type(module).__module__.startswith("torch.nn.")
+        return not (
+            is_torchs or path in self.compiled or isinstance(module, torch.jit.ScriptModule)
+        )
 
     def _check_draws(self, path: str) -> None:
         """Raise if Python has drawn random numbers since the last call."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -30,13 +32,14 @@ class OperatorWatch(TorchDispatchMode):
 
     Attributes:
         reads_values: whether one did.
+        may_size: whether one did from which sizes can come; a yes or no is none.
         draws: whether one may have drawn random numbers.
     """
 
     def __init__(self, known: KnownShapes | None = None, of_module: bool = False) -> None:
         super().__init__()
         self._of_module = of_module
-        self.reads_values = False
+        self.reads_values = self.may_size = False
         self.draws = False
         self._known = known
 
@@ -49,12 +52,32 @@ class OperatorWatch(TorchDispatchMode):
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if torch.Tag.data_dependent_output in func.tags:
             # by a yes or no, functions check what they are given, as `torch.istft` does
-            self.reads_values |= self._of_module or type(result) is not bool
+            self.may_size |= type(result) is not bool
+            self.reads_values |= self._of_module or self.may_size
         elif torch.Tag.dynamic_output_shape in func.tags:
-            self.reads_values |= func is not torch.ops.aten.index.Tensor or any(
+            self.may_size |= func is not torch.ops.aten.index.Tensor or any(
                 index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
             )
+            self.reads_values |= self.may_size
         return result
+
+
+def is_as_large_as_given(results: Iterable[Any], given: Iterable[Any]) -> bool:
+    """Whether all sizes of results are among what a module is given, or products of such sizes.
+
+    Args:
+        results: of the module.
+        given: its arguments, and its tensors.
+    """
+    known = {1}
+    for leaf in given:
+        if isinstance(leaf, torch.Tensor):
+            sizes = [{1, size} for size in leaf.shape]
+            known.update(prod(some) for some in product(*sizes))
+        elif isinstance(leaf, int):
+            known.add(leaf)
+    made = (leaf for leaf in results if isinstance(leaf, torch.Tensor))
+    return all(size in known for leaf in made for size in leaf.shape)
 
 
 class Contents:

@@ -268,3 +268,47 @@ def test_the_results_of_a_whole_model_may_be_as_large_as_values_say() -> None:
 
     result = check(Entry("Chosen", "plain", Chosen, inputs))
     assert (result.status, result.calls) == ("coarse", 1)
+
+
+class Selected(nn.Module):
+    """Gives the rows of a mask that is drawn, nearly always as many as there were at first."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x[mask]
+
+
+class Experts(nn.Module):
+    """Selects rows as well, but gives as many as it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = torch.zeros(*x.shape[:2], 3)
+        chosen = x[..., 0] > 0
+        result[chosen] = self.layer(x[chosen])
+        return result, result.flatten(0, 1)
+
+
+class OfSelected(nn.Module):
+    """What follows asks for no size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.experts, self.select = nn.Linear(8, 8), Experts(), Selected()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        experts, flat = self.experts(x)
+        flat = flat.reshape(x.shape[0], x.shape[1], flat.shape[1])
+        mask = (torch.arange(x.shape[1]) < 2).expand(x.shape[:2])
+        return self.select(experts + flat, mask) * 2
+
+
+def test_what_a_closed_module_selects_may_be_as_large_as_values_say() -> None:
+    program = ps.capture(OfSelected(), (torch.randn(4, 5, 8),), keep_closed=["experts"])
+    calls = {call.label: call for call in program.train.calls}
+    assert [info.dynamic for info in calls["experts"].outputs] == [False, False]
+    assert [info.dynamic for info in calls["select"].outputs] == [True]
+    assert set(program.closed) == {"experts"}
