@@ -263,6 +263,7 @@ class Call:
         hidden: parameters and buffers inside a closed module.
         identity: a number made of its label and how often that occurred before. It seeds the
             call's random numbers, so these do not depend on what else is recorded around it.
+        may_size: whether a closed module looks at values from which sizes can come.
     """
 
     target: str | Callable[..., Any]
@@ -277,6 +278,7 @@ class Call:
     mutates: tuple[Value, ...] = ()
     hidden: tuple[str, ...] = ()
     identity: int = 0
+    may_size: bool = field(default=False, compare=False, repr=False)
     _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property

@@ -210,6 +210,8 @@ class _Capturer:
                 train, evaluation = train.pruned(), evaluation.pruned()
                 if self.opening.force(train) or self.opening.force(evaluation):
                     continue
+                if self.opening.note_sizes(train) or self.opening.note_sizes(evaluation):
+                    continue
                 program = self.program = self._program(train, evaluation, points)
                 self._check(program.train, points[0], trained, training=True)
                 self._check(program.eval, points[0], evaluated, training=False)

@@ -146,6 +146,7 @@ class Forward:
                     strict=strict,
                     numbers=self.numbers,
                     like=self.structure,
+                    sized=self.opening.sized,
                 )
                 trace.reads.resting = _resting(self.model, trace)
             leaves = leaves_of(result, trace.output_structure)

@@ -9,6 +9,7 @@ from torch import nn
 
 from penstock.capture.calls import Attribute, Trace
 from penstock.capture.meta import is_on_meta
+from penstock.capture.sizes import sized_by_values
 from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError
 from penstock.torch_internals import GLOBAL_HOOKS
@@ -57,6 +58,7 @@ class Opening:
         modules: all of the model, by qualified name.
         closed: why it does not look inside these.
         forced: those that it does look inside for what they share.
+        sized: those that it does not, and whose results are as large as values say.
         saves: whether forwards are recorded with all that their backwards need.
         without_values: whether forwards may be recorded on shapes alone, which compiled code and
             hooks are not given.
@@ -68,6 +70,7 @@ class Opening:
         aliases = {n: names[id(m)] for n, m in model.named_modules(remove_duplicate=False)}
         self.closed: dict[str, str] = {}
         self.forced: set[str] = set()
+        self.sized: set[str] = set()
         self.saves = False
         self.without_values = not is_on_meta(model) and not any(map(_wants_values, model.modules()))
         if isinstance(keep_closed, str) or not isinstance(keep_closed, Iterable):
@@ -123,6 +126,17 @@ class Opening:
             for other, module in self.modules.items():
                 if other and type(module) is kind:
                     self.closed.setdefault(other, why)
+
+    def note_sizes(self, trace: Trace) -> bool:
+        """Note closed modules whose results may be as large as values say, with their classes.
+
+        Returns:
+            whether there are others than before.
+        """
+        found = sized_by_values(trace) - self.sized
+        kinds = {type(self.modules[path]) for path in found}
+        self.sized.update(path for path, module in self.modules.items() if type(module) in kinds)
+        return bool(found)
 
     def force(self, trace: Trace) -> bool:
         """Open the closed modules that share a parameter or buffer with another call.

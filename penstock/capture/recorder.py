@@ -11,7 +11,7 @@ import hashlib
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import count
@@ -86,7 +86,6 @@ from penstock.capture.watching import (
     changed,
     check_decision,
     compiled,
-    is_as_large_as_given,
 )
 from penstock.torch_internals import current_function_mode, without_function_mode
 
@@ -101,6 +100,7 @@ def record(
     strict: bool = True,
     numbers: Mapping[Where, Numeric] | None = None,
     like: Structure | None = None,
+    sized: Collection[str] = (),
 ) -> tuple[Trace, Any]:
     """Run `model(*args, **kwargs)` and record it.
 
@@ -113,6 +113,7 @@ def record(
         strict: whether open modules must leave their attributes alone.
         numbers: those in attributes and arguments that become values which are passed in.
         like: a structure of `(args, kwargs)` that opens objects among the arguments as well.
+        sized: closed modules whose results are as large as values say.
 
     Returns:
         the trace, and what the model returned.
@@ -120,7 +121,7 @@ def record(
     Raises:
         Unrecordable: something in an open module cannot be recorded.
     """
-    recorder = Recorder(model, is_open, key, numbers or {})
+    recorder = Recorder(model, is_open, key, numbers or {}, sized)
     known, reading = recorder.known, recorder.reading
     leaves, structure = flatten((tuple(args), kwargs))
     if like is not None:
@@ -159,10 +160,12 @@ class Recorder(TorchFunctionMode):
         is_open: Callable[[str], bool],
         key: Key | None,
         numbers: Mapping[Where, Numeric] | None = None,
+        sized: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.is_open = is_open
+        self.sized = sized
         self.key = key
         self.thread = threading.get_ident()
         self.paths = {id(module): name for name, module in model.named_modules()}
@@ -562,8 +565,8 @@ class Recorder(TorchFunctionMode):
         )
         if module is None or self.weightless:
             return result, watch.reads_values
-        given = (*tree_leaves((args, kwargs)), *(tensor for _, tensor in named_tensors(module)))
-        return result, watch.may_size and not is_as_large_as_given(flatten(result)[0], given)
+        call.may_size = watch.may_size
+        return result, call.target in self.sized
 
     def _may_do_anything(self, module: nn.Module) -> bool:
         """Whether a closed module is not one of torch's, or compiled."""

@@ -8,10 +8,10 @@ that differs cannot be generalised, and closes the module whose Python made it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import combinations, zip_longest
+from itertools import combinations, product, zip_longest
 from math import prod
 from typing import Any
 
@@ -30,7 +30,7 @@ from penstock.capture.calls import (
 )
 from penstock.capture.equality import same_constant
 from penstock.capture.numbers import Number
-from penstock.capture.trees import flatten, unflatten
+from penstock.capture.trees import flatten, tree_leaves, unflatten
 
 
 class Undecided(Unrecordable):
@@ -98,6 +98,50 @@ def differs_from(again: Trace, first: Trace, sizes: Sizes) -> str | None:
     except _DifferentError as difference:
         return difference.path
     return None
+
+
+def sized_by_values(trace: Trace) -> set[str]:
+    """The closed modules whose results may be as large as values say.
+
+    They look at values, and a size that grows with the inputs is not one of what they are given,
+    or a product of such sizes. That it has grown evenly in the recordings may be by chance.
+    """
+    found = set()
+    for call in trace.calls:
+        if isinstance(call.target, str) and call.may_size:
+            given = [trace.info(value) for value in call.reads()]
+            numbers = [n for n in tree_leaves((call.args, call.kwargs)) if isinstance(n, Size)]
+            known = {*map(_terms, numbers), *_products(given)}
+            made = (info for info in call.outputs if isinstance(info, TensorInfo))
+            sizes = (n for info in made if not info.dynamic for n in info.shape)
+            if any(isinstance(n, Size) and _terms(n) not in known for n in sizes):
+                found.add(call.target)
+    return found
+
+
+_Terms = frozenset[tuple[tuple[str, ...], int]]
+"""The products that a size is the sum of, with their factors, in any order."""
+
+
+def _terms(size: int | Size) -> _Terms:
+    terms = size.terms if isinstance(size, Size) else ((size, ()),)
+    return frozenset((tuple(sorted(names)), factor) for factor, names in terms)
+
+
+def _products(given: Iterable[Any]) -> Iterator[_Terms]:
+    """All sizes of these tensors, and all products of sizes of one of them."""
+    for info in given:
+        if isinstance(info, TensorInfo):
+            sizes = [_terms(n) for n in info.shape if not isinstance(n, Irregular)]
+            for count in range(1, len(sizes) + 1):
+                yield from (reduce(_multiplied, some) for some in combinations(sizes, count))
+
+
+def _multiplied(one: _Terms, other: _Terms) -> _Terms:
+    terms: Counter[tuple[str, ...]] = Counter()
+    for (names, factor), (others, again) in product(one, other):
+        terms[tuple(sorted(names + others))] += factor * again
+    return frozenset(terms.items())
 
 
 class _DifferentError(Exception):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,24 +58,6 @@ class OperatorWatch(TorchDispatchMode):
             )
             self.reads_values |= self.may_size
         return result
-
-
-def is_as_large_as_given(results: Iterable[Any], given: Iterable[Any]) -> bool:
-    """Whether all sizes of results are among what a module is given, or products of such sizes.
-
-    Args:
-        results: of the module.
-        given: its arguments, and its tensors.
-    """
-    known = {1}
-    for leaf in given:
-        if isinstance(leaf, torch.Tensor):
-            sizes = [{1, size} for size in leaf.shape]
-            known.update(prod(some) for some in product(*sizes))
-        elif isinstance(leaf, int):
-            known.add(leaf)
-    made = (leaf for leaf in results if isinstance(leaf, torch.Tensor))
-    return all(size in known for leaf in made for size in leaf.shape)
 
 
 class Contents:
