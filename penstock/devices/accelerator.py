@@ -20,7 +20,7 @@ _NEEDED = ("Event", "Stream", "current_stream", "device", "device_count", "strea
 
 # While a tool traces GPUs, such as PyTorch's race detector, PyTorch calls Python as it makes a
 # device's first streams, and another thread that makes one waits for that with Python locked.
-MAKING_STREAMS = threading.Lock()
+MAKING_STREAMS = threading.RLock()
 
 
 class Accelerator(DeviceKind):

@@ -101,7 +101,7 @@ def loading() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             "a worker's process cannot load what it was sent: "
             f"{type(error).__name__}: {error}. It imports modules by their names, on the sys.path "

@@ -16,7 +16,15 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.board.activity import Activity
-from penstock.errors import BY_USER, IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
+from penstock.errors import (
+    BY_USER,
+    IN_A_FORK,
+    InputError,
+    PenstockError,
+    WorkerDied,
+    WorkerTimeout,
+    closed,
+)
 from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
 from penstock.links.pickling import from_bytes, portable, to_bytes
@@ -29,6 +37,10 @@ _REST = 60.0  # seconds in which nothing may come of a message that has begun to
 _LONG = 1.0  # seconds of waiting, after which a rank sends rank 0 what for
 
 T = TypeVar("T")
+
+
+class GivenUp(PenstockError):  # noqa: N818 - never reaches a user
+    """Whoever leads the ranks does not want this operation any more; it never reaches the user."""
 
 
 class Broadcast(NamedTuple):
@@ -317,6 +329,15 @@ class Ranks:
         errors = (report.error for report in self._reports.values())
         return bool(self._apart) or any(error is not None for error in errors)
 
+    def _was_given_up(self) -> bool:
+        """Whether no rank has failed, but for those that their leader has told to give up.
+
+        It has told the others as well, who may begin much later.
+        """
+        errors = (report.error for report in self._reports.values())
+        failed = [error for error in errors if error is not None]
+        return bool(failed) and all(isinstance(error, GivenUp | Aborted) for error in failed)
+
     def _poller(self, fd: int) -> select.poll:
         """Looks at a socket, and at those to other ranks."""
         if fd not in self._pollers:
@@ -440,7 +461,7 @@ class Ranks:
         self._reports[0] = mine._replace(stops=self.stops)
         warned = False
         while missing := sorted(set(range(len(self))) - self._reports.keys()):
-            if not warned and self._has_failed():
+            if not warned and self._has_failed() and not self._was_given_up():
                 warned, self._deadline = True, time.monotonic() + _GRACE
                 self._send(GiveUp(self.number), missing)
             try:
@@ -477,7 +498,7 @@ class Ranks:
         failed = {rank: r.error for rank, r in reports.items() if r.error is not None}
         if not failed:
             return Verdict(self.number, [reports[rank].value for rank in range(len(self))])
-        rank, error = min(failed.items(), key=lambda item: not _says_it(item[1]))
+        rank, error = min(failed.items(), key=lambda item: _says_little(item[1]))
         if isinstance(error, Aborted):  # a link broke, and nobody else has noticed anything
             error = self._died(rank, f"lost its connection to a neighbour{_because(error)}")
         if isinstance(error, WorkerDied):
@@ -517,6 +538,11 @@ class Ranks:
 
 def _says_it(error: BaseException | None) -> bool:
     return error is not None and not isinstance(error, Aborted)
+
+
+def _says_little(error: BaseException) -> int:
+    """More for an error that says less of why an operation has failed."""
+    return 2 if isinstance(error, Aborted) else int(isinstance(error, GivenUp))
 
 
 def _interrupts(error: BaseException) -> bool:

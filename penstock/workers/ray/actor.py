@@ -25,10 +25,11 @@ from penstock.links.pickling import portable
 from penstock.links.wire import SPIN
 from penstock.workers.pool import Job
 from penstock.workers.process_state import ProcessState, loading
+from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.workers import RankTicket
 from penstock.workers.ray.copies import ActorCopies, Copy
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
-from penstock.workers.ray.rank import ActorRank, GivenUp
+from penstock.workers.ray.rank import ActorRank
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -206,6 +207,8 @@ class Actor:
         self._thread = threading.get_ident()
         own = self._state
         try:
+            if number <= own.doing:  # the script was interrupted as it gave the job, and says so
+                raise GivenUp
             with own.operation(operation):
                 with self._lock:
                     own.doing = number

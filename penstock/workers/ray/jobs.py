@@ -34,10 +34,11 @@ from penstock.workers.following import follow
 from penstock.workers.optimizer_parts import own_groups, use_settings
 from penstock.workers.pool import Job
 from penstock.workers.process_state import freeze, loading
+from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.rendezvous import LISTEN, Entry, Others, launched
 from penstock.workers.ray.actor import ActorState, operation_of, step_failed
 from penstock.workers.ray.copies import OF_OTHERS, OF_PASS, Copy
-from penstock.workers.ray.rank import ActorRank, GivenUp
+from penstock.workers.ray.rank import ActorRank
 from penstock.workers.tensors import Shared
 
 _TIMEOUT = 120.0  # seconds in which all actors have to be there

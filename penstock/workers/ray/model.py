@@ -287,6 +287,7 @@ class DriverModel:
         """
         since = list(news)
         done = {number for each in since for number in each.values}
+        done |= {number for number in values if self._places[number] is None}
         self.have({number: value for number, value in values.items() if number not in done})
         self.stale.clear()
         self._stand_ins.clear()

@@ -17,12 +17,12 @@ from penstock.errors import BY_USER, InputError, WorkerDied, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
+from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.rendezvous import Entry
 from penstock.workers.ray.actor import Actor, ActorState, operation_of
 from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.copies import Entries
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
-from penstock.workers.ray.rank import GivenUp
 from penstock.workers.ray.watch import ClusterWatch
 
 if TYPE_CHECKING:
@@ -351,8 +351,9 @@ class ActorPool(Pool):
 
     def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         assert isinstance(current, _Sent)
-        current.operation = operation_of(job)
-        self._send(worker, self._pickled(worker, job, current), current)
+        packed = self._pickled(worker, job, current)
+        current.operation = operation_of(job)  # from now on a worker may have it
+        self._send(worker, packed, current)
 
     def _send(self, worker: int, packed: Pickled | ObjectRef, current: _Sent) -> None:
         do = self._actors[worker].do
@@ -376,7 +377,7 @@ class ActorPool(Pool):
         assert isinstance(current, _Sent)
         others = [worker for worker in range(self._count) if worker not in current.refs]
         current.given.difference_update(others)
-        if current.operation and current.refs:  # those who have begun it wait for the others
+        if current.operation:  # those who have begun it wait for the others
             for worker in others:
                 current.given.add(worker)
                 self._send(worker, pickled(_never_given), current)

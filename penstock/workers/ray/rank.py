@@ -16,16 +16,12 @@ from penstock.board.activity import UPDATING
 from penstock.board.memory import Board, Reading, Record, moved
 from penstock.board.runs import new_board
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import PenstockError
 from penstock.plan import Plan
 from penstock.workers.assembly import Assembly
 from penstock.workers.pool import Dispatch
+from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.rendezvous import Launch
 from penstock.workers.ranks.workers import RankTicket, RankWorkers
-
-
-class GivenUp(PenstockError):  # noqa: N818 - never reaches a user
-    """The script does not want this pass any more; it never reaches the user."""
 
 
 class ActorRank(RankWorkers):

@@ -271,8 +271,12 @@ class RayWorkers(DrivenWorkers):
                 for member in self.members
             ]
             jobs = [replace(job, forgotten=forgotten, copy=copy) for job in jobs]
-            with self._starting():
-                current = self._pool.start(jobs, self._timeout)
+            try:
+                with self._starting():
+                    current = self._pool.start(jobs, self._timeout)
+            except InputError as error:  # some may have begun, and one job cannot be sent
+                self.give_up(error)
+                raise
             for _ in forgotten:
                 self._forgotten.popleft()
         except BaseException as error:
@@ -697,15 +701,11 @@ class RayWorkers(DrivenWorkers):
 
     def _bring_at_last(self) -> None:
         """Bring all that the script does not have, and have the actors leave each other."""
+        lost = [] if self._is_brought else self._model.keep_changes()
         if self._pool.why_closed is None:
             copying, self._copying = self._copying, None  # what is brought is not copied first
             try:
                 if not self._is_brought:
-                    for tensor in self._model.keep_changes():
-                        _warn_of_loss(
-                            f"the script has changed a tensor of shape {tuple(tensor.shape)} of "
-                            "which they had newer values"
-                        )
                     self.bring()
             except PenstockError as error:
                 self._copying = copying  # one had died, and nobody had noticed
@@ -718,6 +718,13 @@ class RayWorkers(DrivenWorkers):
                 self.remembered().bring()
             except WorkerDied as death:
                 _warn_of_loss(death)
+        for tensor in lost:
+            warnings.warn(
+                f"the script's model has a tensor of shape {tuple(tensor.shape)} that was changed "
+                "there while the workers had newer values of it, which are lost as the pipeline is "
+                "closed",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Bring weights, gradients and optimizer state here, and end the actors."""
@@ -753,8 +760,8 @@ class _At:
         return self._model.names(names)
 
 
-def _warn_of_loss(why: PenstockError | str) -> None:
-    warnings.warn(f"what was trained is lost as the pipeline is closed: {why}", stacklevel=2)
+def _warn_of_loss(error: PenstockError) -> None:
+    warnings.warn(f"what was trained is lost as the pipeline is closed: {error}", stacklevel=2)
 
 
 def _idle(own: ActorState) -> None:

@@ -188,7 +188,7 @@ def test_a_changed_tensor_does_not_lose_what_others_have_learnt() -> None:
         before = second.detach().clone()
         with torch.no_grad():
             first.fill_(2)
-        with pytest.warns(UserWarning, match=r"a tensor of shape \(6, 6\) of which they had newer"):
+        with pytest.warns(UserWarning, match=r"a tensor of shape \(6, 6\) that was changed"):
             pipe.close()
     assert torch.equal(first, torch.full((6, 6), 2.0))
     assert not torch.equal(second, before)
@@ -233,7 +233,7 @@ def test_a_pass_that_only_some_workers_have_begun_is_given_up() -> None:
         before = step(pipe)
         pipe.zero_grad()
         pool = pipe._workers._pool  # type: ignore[attr-defined]
-        pool.start([lambda own: time.sleep(1.5), lambda own: None])
+        pool.start([lambda own: time.sleep(6.5), lambda own: None])  # more than ranks wait
         timer = threading.Timer(0.5, _thread.interrupt_main)
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -242,23 +242,30 @@ def test_a_pass_that_only_some_workers_have_begun_is_given_up() -> None:
         assert torch.equal(step(pipe), before)
 
 
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("sent", [False, True])
 def test_a_pass_that_only_some_workers_were_given_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, worker: int, sent: bool
 ) -> None:
+    """Whether or not the last one has got it when the user interrupts."""
     with make() as pipe:
         before = step(pipe)
         pipe.zero_grad()
         pool = pipe._workers._pool  # type: ignore[attr-defined]
-        give = pool._give
+        send = pool._send
 
-        def interrupted(worker: int, job: Any, current: Any) -> None:
-            if worker == 1:
-                time.sleep(0.5)  # the other one has begun
-                raise KeyboardInterrupt
-            give(worker, job, current)
+        def interrupted(to: int, packed: Any, current: Any) -> None:
+            if to != worker:
+                return send(to, packed, current)
+            if sent:
+                send(to, packed, current)
+                del current.refs[to]
+            time.sleep(0.5)  # the other one has begun
+            patch.undo()
+            raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "_give", interrupted)
+            patch.setattr(pool, "_send", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 step(pipe)
         assert torch.equal(step(pipe), before)
