@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch.autograd.function import FunctionMeta
+from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 # - layers with running statistics, of any number of dimensions: BatchNorm, NormBase, InstanceNorm
 # - the leaves of containers of every registered type, DynamicCache among them: pytree
 # - what watches the operators that a call runs: TorchDispatchMode
+# - what every `autograd.Function.apply` ends in, and the class of their classes: FunctionBase,
+#   FunctionMeta
 # - how the recorder steps aside while a closed module runs: current_function_mode,
 #   without_function_mode
 # - norms and copies in the bits of torch's own: group_by_device_and_dtype, foreach_...
@@ -54,6 +58,8 @@ __all__ = [
     "CHECKPOINT_HOOK",
     "GLOBAL_HOOKS",
     "BatchNorm",
+    "FunctionBase",
+    "FunctionMeta",
     "InstanceNorm",
     "NormBase",
     "TorchDispatchMode",

@@ -27,7 +27,7 @@ from penstock.capture.calls import (
 from penstock.capture.dims import BatchDim, Dynamic, Varying, positional_names, varying_of_some
 from penstock.capture.equality import same
 from penstock.capture.forward import KEY, Forward
-from penstock.capture.generalising import by_shapes, traced, traced_evaluation
+from penstock.capture.generalising import by_shapes, sized_by_values, traced, traced_evaluation
 from penstock.capture.meta import META, completed, held_on_meta, is_on_meta
 from penstock.capture.numbers import Given, Numeric, Where, found
 from penstock.capture.objects import Objects, remembering, shared, uncompiled
@@ -38,7 +38,7 @@ from penstock.capture.preserve import Parameters, untouched
 from penstock.capture.program import Program
 from penstock.capture.results import joined
 from penstock.capture.signatures import Inputs
-from penstock.capture.sizes import Undecided, describe, differs_from
+from penstock.capture.sizes import SizedByValues, Undecided, describe, differs_from
 from penstock.capture.trees import flatten, leaves_of, without_history
 from penstock.errors import CaptureError, InputError, PenstockError
 
@@ -210,7 +210,9 @@ class _Capturer:
                 train, evaluation = train.pruned(), evaluation.pruned()
                 if self.opening.force(train) or self.opening.force(evaluation):
                     continue
-                if self.opening.note_sizes(train) or self.opening.note_sizes(evaluation):
+                modes = ((train, True), (evaluation, False))
+                sized = [sized_by_values(self.forward, t, points[0], mode) for t, mode in modes]
+                if self.opening.note_sizes(set().union(*sized)):
                     continue
                 program = self.program = self._program(train, evaluation, points)
                 self._check(program.train, points[0], trained, training=True)
@@ -226,6 +228,8 @@ class _Capturer:
             except Unrecordable as problem:
                 if isinstance(problem, Undecided) and not last:
                     raise
+                if isinstance(problem, SizedByValues) and self.opening.note_sizes({problem.path}):
+                    continue
                 if isinstance(problem, Assigned) and self.forward.first_forward(points[0]):
                     continue
                 if problem.path in self.opening.closed:

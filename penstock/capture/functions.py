@@ -1,7 +1,12 @@
-"""Custom `autograd.Function`s, as functions that a recording can call."""
+"""Custom `autograd.Function`s, as functions that a recording can call.
+
+What a function may do, and with what, so that the replay does the same, is checked here. One that
+may do more stays within the module that applies it, which is closed.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +29,51 @@ class Applied:
         return f"{self.function.__name__}.apply"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `Function.apply`."""
-        return self.function.apply(*args, **kwargs)
+        """What `apply` ends in, whatever the class has in its place."""
+        apply: Any = vars(torch.autograd.Function)["apply"]
+        return apply.__func__(self.function, *args, **kwargs)
+
+
+def why_not(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> str:
+    """Why the replay may not do the same; empty if it does.
+
+    Args:
+        function: that is applied.
+        args: what to.
+    """
+    if "<locals>" in function.__qualname__:
+        return "which may be another one every time"
+    if "backward" in _names(function.backward):
+        return "whose backward runs another one"
+    if "data" in {*_names(function.forward), *_names(function.backward)}:
+        return "which uses .data, so that nobody sees what it writes"
+    odd = next(filter(None, map(_why_not_given, args)), "")
+    return odd and f"applied to {odd}"
+
+
+def why_not_made(result: Any) -> str:
+    """Why what a function gives may be something else in the replay; empty if it is not."""
+    leaves = result if isinstance(result, tuple) else (result,)
+    odd = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)]
+    return f"which gives a {type(odd[0]).__name__} beside tensors" if odd else ""
+
+
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What the code of a function names besides its variables."""
+    return getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
+
+
+def _why_not_given(leaf: Any) -> str:
+    """What of an argument the Python of a function may run, or change; empty if it is nothing."""
+    if isinstance(leaf, torch.Tensor | type):
+        return ""
+    if isinstance(leaf, tuple):
+        return next(filter(None, map(_why_not_given, leaf)), "")
+    if isinstance(leaf, list) and all(isinstance(each, torch.Tensor) for each in leaf):
+        return ""
+    if callable(leaf) or isinstance(leaf, list | dict | set):
+        return f"a {type(leaf).__name__}, which its backward may use"
+    return ""
 
 
 def invoke(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -9,12 +9,20 @@ from penstock.capture.calls import Call, Sizes, TensorInfo, Trace, Unrecordable
 from penstock.capture.forward import KEY, Forward
 from penstock.capture.meta import completed
 from penstock.capture.opening import Opening
-from penstock.capture.sizes import adapted, differs_from, generalise
+from penstock.capture.sizes import (
+    SizedByValues,
+    adapted,
+    differently_sized,
+    differs_from,
+    generalise,
+    may_be_sized_by_values,
+)
 from penstock.errors import CaptureError
 
 T = TypeVar("T")
 
 _LARGE = 32 << 20  # bytes of results; smaller models are run sooner than their shapes are known
+_SOME = 8  # recordings where random numbers may decide how large a result is
 _MORE = 32  # recordings where random numbers may decide
 
 
@@ -25,6 +33,8 @@ def traced(forward: Forward, points: Sequence[Sizes], training: bool) -> tuple[T
         first = forward.record(points[0], training)
     try:
         trace = _generalised(forward, first[0], points, training)
+    except SizedByValues:
+        raise
     except Unrecordable:
         _check_repeats(forward, first[0], points[0], training)
         raise
@@ -103,6 +113,25 @@ def _check_more(forward: Forward, first: Trace, sizes: Sizes, training: bool) ->
         path = differs_from(other, first, sizes)
         if path is not None:
             raise Unrecordable(path, "what it is given depends on random numbers")
+
+
+def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool) -> set[str]:
+    """The closed modules whose results are of other sizes where random numbers are others.
+
+    Args:
+        forward: is recorded again, where a module may be one.
+        trace: of this mode, generalised.
+        sizes: to record it at.
+        training: the mode.
+    """
+    suspected = may_be_sized_by_values(trace) - forward.opening.sized
+    found: set[str] = set()
+    if suspected and any(call.random for call in trace.calls):
+        first = forward.record(sizes, training)[0]
+        for k in range(_SOME):
+            other = forward.record(sizes, training, KEY._replace(step=1, microbatch=k))[0]
+            found |= differently_sized(first, other, suspected)
+    return found
 
 
 def _check_repeats(forward: Forward, first: Trace, sizes: Sizes, training: bool) -> None:

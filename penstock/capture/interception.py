@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.capture.reads import SETTINGS, Reading
 from penstock.errors import CaptureError
-from penstock.torch_internals import CHECKPOINT_HOOK
+from penstock.torch_internals import CHECKPOINT_HOOK, FunctionBase, FunctionMeta
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
@@ -122,13 +122,13 @@ class Interceptor(Protocol):
     ) -> Any:
         """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
 
-    def check_assignment(self, module: nn.Module, name: str) -> None:
-        """Raise if this attribute of a module may not be assigned to."""
+    def check_assignment(self, owner: nn.Module | type, name: str) -> None:
+        """Raise if this attribute of a module or an `autograd.Function` may not be assigned to."""
 
 
 @contextmanager
 def intercepted(recorder: Interceptor) -> Iterator[None]:
-    """Every `module(...)` and `Function.apply` goes through it.
+    """Every `module(...)` and every application of an `autograd.Function` goes through it.
 
     One recording at a time per process.
     """
@@ -193,7 +193,6 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
     random calls in them are not those of the backward. Closed modules keep theirs.
     """
     grad_enabled = torch.is_grad_enabled
-    apply = torch.autograd.Function.__dict__["apply"]
     checkpointing, hook_name = CHECKPOINT_HOOK
     hook = getattr(checkpointing, hook_name)
     reading = recorder.reading
@@ -212,7 +211,13 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
         return get
 
     def applied(function: type[torch.autograd.Function], /, *args: Any, **kwargs: Any) -> Any:
-        return recorder.apply_function(function, apply.__get__(None, function), args, kwargs)
+        apply = super(FunctionBase, function).apply  # type: ignore[misc]
+        return recorder.apply_function(function, apply, args, kwargs)
+
+    def set_of_function(function: type, name: str, value: Any) -> None:
+        if not name.startswith("_"):  # as torch does when a class is made
+            recorder.check_assignment(function, name)
+        type.__setattr__(function, name, value)
 
     def checkpoint_hook(frame: object) -> Any:
         return nullcontext() if recorder.is_outside else hook(frame)
@@ -220,6 +225,7 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
     return [
         (torch, "is_grad_enabled", is_grad_enabled),
         *((torch, name, setting(name)) for name in SETTINGS),
-        (torch.autograd.Function, "apply", classmethod(applied)),
+        (FunctionBase, "apply", classmethod(applied)),  # `Function.apply` may have other names
+        (FunctionMeta, "__setattr__", set_of_function),
         (checkpointing, hook_name, checkpoint_hook),
     ]

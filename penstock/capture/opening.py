@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from penstock.capture.calls import Attribute, Trace
 from penstock.capture.meta import is_on_meta
-from penstock.capture.sizes import sized_by_values
 from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError
 from penstock.torch_internals import GLOBAL_HOOKS
@@ -127,16 +126,16 @@ class Opening:
                 if other and type(module) is kind:
                     self.closed.setdefault(other, why)
 
-    def note_sizes(self, trace: Trace) -> bool:
-        """Note closed modules whose results may be as large as values say, with their classes.
+    def note_sizes(self, found: Collection[str]) -> bool:
+        """Note closed modules whose results are as large as values say, and all of their classes.
 
         Returns:
             whether there are others than before.
         """
-        found = sized_by_values(trace) - self.sized
         kinds = {type(self.modules[path]) for path in found}
+        before = len(self.sized)
         self.sized.update(path for path, module in self.modules.items() if type(module) in kinds)
-        return bool(found)
+        return len(self.sized) > before
 
     def force(self, trace: Trace) -> bool:
         """Open the closed modules that share a parameter or buffer with another call.

@@ -40,7 +40,7 @@ from penstock.capture.calls import (
     ambient,
     function_name,
 )
-from penstock.capture.functions import Applied
+from penstock.capture.functions import Applied, why_not, why_not_made
 from penstock.capture.interception import (
     CLOSING,
     GRADIENTS,
@@ -286,20 +286,21 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What `function.apply(*args, **kwargs)` does while recording; `apply` is the real thing.
+        """What applying a function does while recording; `apply` is the real thing.
 
         It is a call like that of a closed module: its Python runs in the replay as well.
         """
         if not self.is_outside:
             return apply(*args, **kwargs)
         with self.reading.paused():
-            leaves = tree_leaves((args, kwargs))
-            self._check_function(function, leaves)
+            self._check_function(function, (*args, *kwargs.values()))
         return self._record(
             Applied(function), partial(self._given_alone, function, apply), args, kwargs
         )
 
-    def _check_function(self, function: type, leaves: Sequence[Any]) -> None:
+    def _check_function(
+        self, function: type[torch.autograd.Function], args: tuple[Any, ...]
+    ) -> None:
         """Raise if an open module must not apply a custom `autograd.Function` to these."""
         if function is CheckpointFunction:
             raise Unrecordable(
@@ -307,15 +308,12 @@ class Recorder(TorchFunctionMode):
                 "it calls torch.utils.checkpoint with use_reentrant=True, which computes gradients "
                 "in a backward of its own; with use_reentrant=False it would be opened",
             )
+        if why := why_not(function, args):
+            raise self._closing(function, why)
+
+    def _closing(self, function: type, why: str) -> Unrecordable:
         what = f"it applies {function.__name__}, an autograd.Function of its own"
-        if "<locals>" in function.__qualname__:
-            raise Unrecordable(self._open[-1], f"{what}, which may be another one every time")
-        for leaf in leaves:
-            if callable(leaf) and not isinstance(leaf, torch.Tensor | type):
-                raise Unrecordable(
-                    self._open[-1],
-                    f"{what}, to a {type(leaf).__name__}, whose Python the backward may run",
-                )
+        return Unrecordable(self._open[-1], f"{what}, {why}")
 
     def _given_alone(
         self, function: type, apply: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -324,16 +322,21 @@ class Recorder(TorchFunctionMode):
         with self._unseen(), UsedOutside(self.model, None, tree_leaves((args, kwargs))) as used:
             result = apply(*args, **kwargs)
         if used.names:
-            raise Unrecordable(
-                self._open[-1],
-                f"it applies {function.__name__}, an autograd.Function of its own, "
-                f"which uses {next(iter(used.names))} and is not given it",
+            raise self._closing(
+                function, f"which uses {next(iter(used.names))} and is not given it"
             )
+        if why := why_not_made(result):
+            raise self._closing(function, why)
         return result
 
-    def check_assignment(self, module: nn.Module, name: str) -> None:
-        """Raise if an open module assigns to an attribute of one that will run by itself."""
-        path = self.paths.get(id(module))
+    def check_assignment(self, owner: nn.Module | type, name: str) -> None:
+        """Raise if an open module assigns to an attribute of what will run by itself."""
+        if isinstance(owner, type):
+            if self.is_outside:
+                why = f"its forward assigns to {owner.__name__}.{name}, an autograd.Function's"
+                raise Unrecordable(self._open[-1], why)
+            return
+        path = self.paths.get(id(owner))
         if path is not None and self.is_outside and not self.is_open(path):
             raise Unrecordable(self._open[-1], f"its forward assigns to {path}.{name}")
 
@@ -565,6 +568,12 @@ class Recorder(TorchFunctionMode):
         )
         if module is None or self.weightless:
             return result, watch.reads_values
+        if watch.reads_values and (odd := _numbers_beside_tensors(result)):
+            raise Unrecordable(
+                call.path,
+                f"{call.label} looks at values, and gives {odd[0]!r} beside tensors, which may "
+                "be another one for others",
+            )
         call.may_size = watch.may_size
         return result, call.target in self.sized
 
@@ -653,6 +662,13 @@ class Recorder(TorchFunctionMode):
         storage = self.known.storage(tensor)
         shape = tuple(tensor.shape)
         return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
+
+
+def _numbers_beside_tensors(result: object) -> list[object]:
+    """Those of a result that has tensors as well; integers can be sizes."""
+    leaves = flatten(result)[0]
+    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return [leaf for leaf in leaves if has_tensors and type(leaf) in (bool, float)]
 
 
 def _dtype(tensor: torch.Tensor, dtype: object, non_blocking: bool = False) -> Any:

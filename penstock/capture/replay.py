@@ -69,7 +69,7 @@ class _Seeding(Recorder):
     def _check_function(self, function: object, leaves: object) -> None:
         """Does nothing: outside of a recording any `autograd.Function` may be applied."""
 
-    def check_assignment(self, module: nn.Module, name: str) -> None:
+    def check_assignment(self, owner: nn.Module | type, name: str) -> None:
         """Does nothing: outside of a recording any attribute may be assigned to."""
 
     def _check_sizes(self, leaves: object) -> None:

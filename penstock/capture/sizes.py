@@ -8,7 +8,7 @@ that differs cannot be generalised, and closes the module whose Python made it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import combinations, product, zip_longest
@@ -29,12 +29,20 @@ from penstock.capture.calls import (
     Unrecordable,
 )
 from penstock.capture.equality import same_constant
+from penstock.capture.functions import Applied
 from penstock.capture.numbers import Number
 from penstock.capture.trees import flatten, tree_leaves, unflatten
 
 
 class Undecided(Unrecordable):
     """Recordings of inputs of several sizes read different answers off them."""
+
+
+class SizedByValues(Unrecordable):
+    """The results of the closed module `path` are as large as values say."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "its results are as large as values say")
 
 
 def generalise(traces: Sequence[Trace], points: Sequence[Sizes]) -> Trace:
@@ -100,23 +108,54 @@ def differs_from(again: Trace, first: Trace, sizes: Sizes) -> str | None:
     return None
 
 
-def sized_by_values(trace: Trace) -> set[str]:
+def may_be_sized_by_values(trace: Trace) -> set[str]:
     """The closed modules whose results may be as large as values say.
 
     They look at values, and a size that grows with the inputs is not one of what they are given,
     or a product of such sizes. That it has grown evenly in the recordings may be by chance.
+
+    Raises:
+        Unrecordable: the result of a custom `autograd.Function` may be so large.
     """
     found = set()
     for call in trace.calls:
-        if isinstance(call.target, str) and call.may_size:
-            given = [trace.info(value) for value in call.reads()]
-            numbers = [n for n in tree_leaves((call.args, call.kwargs)) if isinstance(n, Size)]
-            known = {*map(_terms, numbers), *_products(given)}
-            made = (info for info in call.outputs if isinstance(info, TensorInfo))
-            sizes = (n for info in made if not info.dynamic for n in info.shape)
-            if any(isinstance(n, Size) and _terms(n) not in known for n in sizes):
+        if isinstance(call.target, str):
+            if call.may_size and _grows_otherwise(trace, call):
                 found.add(call.target)
+        elif isinstance(call.target, Applied) and _grows_otherwise(trace, call):
+            raise Unrecordable(
+                call.path,
+                f"it applies {call.target.function.__name__}, an autograd.Function of its own, "
+                "whose result may be as large as values say",
+            )
     return found
+
+
+def _grows_otherwise(trace: Trace, call: Call) -> bool:
+    """Whether some size of a result is none of what is given, and no product of such sizes."""
+    given = [trace.info(value) for value in call.reads()]
+    numbers = [n for n in tree_leaves((call.args, call.kwargs)) if isinstance(n, Size)]
+    known = {*map(_terms, numbers), *_products(given)}
+    made = (info for info in call.outputs if isinstance(info, TensorInfo))
+    sizes = (n for info in made if not info.dynamic for n in info.shape)
+    return any(isinstance(n, Size) and _terms(n) not in known for n in sizes)
+
+
+def differently_sized(one: Trace, other: Trace, modules: Collection[str]) -> set[str]:
+    """Those of these closed modules that give other sizes in the one recording than in the other.
+
+    Both are of inputs of the same sizes.
+    """
+    found = {call.identity: call.outputs for call in other.calls}
+    return {
+        str(call.target)
+        for call in one.calls
+        if call.target in modules and _shapes(call.outputs) != _shapes(found.get(call.identity, ()))
+    }
+
+
+def _shapes(outputs: Iterable[Any]) -> list[Any]:
+    return [info.shape for info in outputs if isinstance(info, TensorInfo)]
 
 
 _Terms = frozenset[tuple[tuple[str, ...], int]]
@@ -341,6 +380,8 @@ class _Merge:
         except Unrecordable:
             alike = all(isinstance(info, TensorInfo) for info in group)
             alike = alike and len({(len(info.shape), info.dtype) for info in group}) == 1
+            if alike and call.target and call.may_size:
+                raise SizedByValues(str(call.target)) from None
             if call.target != "" or not alike:
                 raise
             return replace(group[0], dynamic=True)

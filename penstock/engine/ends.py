@@ -20,7 +20,7 @@ from penstock.devices.streams import Ahead
 from penstock.engine.microbatch import pieces_of, repeated
 from penstock.engine.state import values_saved
 from penstock.errors import InputError
-from penstock.links.link import Gradients, Roots, Values, edges
+from penstock.links.link import Gradients, Roots, Values, edge_of, edges
 
 
 @dataclass(frozen=True)
@@ -481,7 +481,8 @@ def _check_parameters(
 def _leaves(loss: torch.Tensor, results: Values) -> Iterator[torch.Tensor]:
     """The leaves that a loss depends on otherwise than by these results."""
     differentiable = (r for r in results if isinstance(r, torch.Tensor) and r.requires_grad)
-    seen = {get_gradient_edge(result).node for result in differentiable}
+    starts = map(edge_of, differentiable)
+    seen = {start.node for start in starts if start is not None}
     waiting = [get_gradient_edge(loss).node]
     while waiting:
         node = waiting.pop()

@@ -52,6 +52,18 @@ def edges(results: Values) -> Roots:
     if not torch.is_grad_enabled():
         return [None] * len(results)
     return [
-        get_gradient_edge(r) if isinstance(r, torch.Tensor) and r.requires_grad else None
-        for r in results
+        edge_of(r) if isinstance(r, torch.Tensor) and r.requires_grad else None for r in results
     ]
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge | None:
+    """Where the backward of a tensor that requires gradients starts.
+
+    `None` for a view made under `no_grad`, which says that it requires them, and passes none on.
+    """
+    if tensor.grad_fn is None and tensor._is_view():
+        try:
+            return get_gradient_edge(tensor)
+        except RuntimeError:
+            return None
+    return get_gradient_edge(tensor)

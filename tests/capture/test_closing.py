@@ -63,7 +63,7 @@ class Block(nn.Module):
     ("how", "reason"),
     [
         ("value", "its Python reads a tensor's value"),
-        ("function", "it applies Mapped, an autograd.Function of its own, to a builtin"),
+        ("function", "it applies Mapped, an autograd.Function of its own, applied to a builtin"),
         ("reentrant", "use_reentrant=True, .* with use_reentrant=False it would be opened"),
         ("unknown", "its Python reads a tensor's value|no recorded call made"),
         ("attribute", "its forward assigns to self.last"),
