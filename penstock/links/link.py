@@ -64,6 +64,6 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge | None:
     if tensor.grad_fn is None and tensor._is_view():
         try:
             return get_gradient_edge(tensor)
-        except RuntimeError:
+        except (AssertionError, RuntimeError):  # by the version of torch
             return None
     return get_gradient_edge(tensor)
