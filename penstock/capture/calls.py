@@ -423,11 +423,11 @@ class Trace:
         changed: the buffers, and plain tensors in attributes, that the forward changes,
             BatchNorm's statistics for instance.
         rewritten: the storages of those that values share, with their names.
-        decisions: the results of calls that are a yes or no, or an integer, that the model's
-            Python read off its inputs' values. It depends on them that the forward is this one.
+        decisions: the results of calls that are a yes or no that the model's Python read off its
+            inputs' values. It depends on them that the forward is this one.
         questions: the calls that lead from the inputs to the decisions, which are its outputs;
             `None` where nothing was decided.
-        answers: what was decided; a `Size` where an integer grows with the inputs.
+        answers: what was decided.
         joins: for every leaf of the result how it is put together from micro-batches, see
             `penstock.capture.results`.
         reads: what Python has read besides, see `Reads`.
@@ -447,7 +447,7 @@ class Trace:
     rewritten: Mapping[int, str] = field(default_factory=dict)
     decisions: tuple[Ref, ...] = ()
     questions: Trace | None = None
-    answers: tuple[bool | int | Size, ...] = ()
+    answers: tuple[bool, ...] = ()
     joins: tuple[Join, ...] = ()
     handed_back: Mapping[int, int] = field(default_factory=dict, compare=False)
 
@@ -479,32 +479,6 @@ class Trace:
         written = {info.storage for info in infos if isinstance(info, TensorInfo)}
         given = {info.storage for info in self.inputs if isinstance(info, TensorInfo)}
         return written.isdisjoint(given)
-
-    def integers(self) -> list[Call]:
-        """The calls by which Python read integers off the values of the inputs."""
-        questions = self.questions or self
-        asked = zip(questions.outputs, self.answers, strict=True)
-        return [questions.calls[ref.call] for ref, answer in asked if not isinstance(answer, bool)]
-
-    def check_answers(self) -> None:
-        """Raise if an integer was decided on that is no length of the inputs: it may be any other.
-
-        Rows do not count: how many of them a mask chooses is another number with every batch.
-
-        Raises:
-            Unrecordable: one was.
-        """
-        inputs = (info for info in self.inputs if isinstance(info, TensorInfo))
-        sizes = {n for info in inputs for n in info.shape}
-        sizes -= {n for n in sizes if not isinstance(n, int) and n.grows_with(ROWS)}
-        for decision in self.decisions:
-            answer, call = self.info(decision), self.calls[decision.call]
-            if not isinstance(answer, bool) and answer not in sizes:
-                raise Unrecordable(
-                    call.path,
-                    f"its Python reads a tensor's value ({call.label}) that depends on the inputs, "
-                    "and that is neither a yes or no nor a length of theirs",
-                )
 
     def numbers(self) -> bool:
         """Whether a number that is passed in is among its arguments or its results."""

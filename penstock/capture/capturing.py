@@ -207,8 +207,6 @@ class _Capturer:
             try:
                 train, trained = traced(self.forward, points, training=True)
                 evaluation, evaluated = traced_evaluation(self.forward, points, train)
-                train.check_answers()
-                evaluation.check_answers()
                 train, evaluation = train.pruned(), evaluation.pruned()
                 if self.opening.force(train) or self.opening.force(evaluation):
                     continue

@@ -140,14 +140,6 @@ class Recordings:
                 "tensor, torch.tensor(t), or keep the module that reads it closed, with "
                 "keep_closed="
             )
-        if len(alike) > MOST_WAYS and (integers := trace.integers()):
-            known.pop()
-            raise InputError(
-                f"the forward reads an integer off the values of the batch ({integers[-1].label}), "
-                f"which was another one {MOST_WAYS} times, and each time the forward was recorded "
-                "again. Compute with tensors in the place of the integer, or keep the module that "
-                f"reads it closed, with keep_closed={[integers[-1].path]!r}"
-            )
         check_stable(known[-1].guards, alike)
         return trace
 
@@ -407,8 +399,7 @@ class _Recording:
             values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
         with torch.no_grad():
             answers = self._questions(sizes, None, *values)
-        known = (a.at(sizes) if isinstance(a, Size) else a for a in self.trace.answers)
-        return tuple(answers) == tuple(known)
+        return tuple(answers) == self.trace.answers
 
     def end(self) -> None:
         """From now on only sizes that are known already take it."""

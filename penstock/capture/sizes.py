@@ -203,7 +203,7 @@ class _Adapter:
             and general.decisions == one.decisions
             and general.output_structure == one.output_structure
             and general.attributes.keys() == one.attributes.keys()
-            and all(self.fits_answer(general.info(d), one.info(d)) for d in general.decisions)
+            and all(general.info(d) == one.info(d) for d in general.decisions)
         )
         infos = self.leaves([*general.attributes.values()], [*one.attributes.values()])
         return replace(
@@ -216,10 +216,6 @@ class _Adapter:
             rewritten=one.rewritten,
             reads=one.reads,
         )
-
-    def fits_answer(self, general: Any, one: Any) -> bool:
-        """Whether what was decided is the same, at the other's sizes."""
-        return same_constant(general.at(self.sizes) if isinstance(general, Size) else general, one)
 
     def call(self, general: Call, one: Call) -> Call:
         try:
@@ -300,18 +296,11 @@ def _check_same_decisions(traces: Sequence[Trace]) -> None:
     first = traces[0]
     for other in traces[1:]:
         for one, two in zip_longest(first.decisions, other.decisions):
-            same = (
-                one is not None and two is not None and _may_merge(first.info(one), other.info(two))
-            )
+            same = one is not None and two is not None and first.info(one) == other.info(two)
             if not same:
                 trace, decision = (first, one) if one is not None else (other, two)
                 path = trace.calls[decision.call].path if decision is not None else ""
                 raise Undecided(path, "what it decides on its inputs' values depends on the rows")
-
-
-def _may_merge(one: Any, other: Any) -> bool:
-    """Whether answers are the same, or integers, which may be sizes of the inputs."""
-    return same_constant(one, other) or type(one) is type(other) is int
 
 
 def _check_same_calls(traces: Sequence[Trace], points: Sequence[Sizes]) -> None:

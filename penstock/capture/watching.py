@@ -106,18 +106,18 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 def check_decision(call: Call, origin: Origin, leaves: Sequence[Any]) -> None:
-    """Raise unless what Python reads is a yes or no about the inputs, or an integer."""
+    """Raise unless what Python reads is a yes or no about the inputs."""
     if origin is Origin.MODEL:
         raise Unrecordable(
             call.path,
             f"its Python reads a tensor's value ({call.label}) that depends on a parameter, "
             "a buffer or a random number",
         )
-    if call.result is not None or type(leaves[0]) not in (bool, int):
+    if call.result is not None or type(leaves[0]) is not bool:
         raise Unrecordable(
             call.path,
             f"its Python reads a tensor's value ({call.label}) that depends on the inputs, "
-            "and that is more than a yes or no or an integer",
+            "and that is more than a yes or no",
         )
 
 

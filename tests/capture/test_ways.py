@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -118,20 +117,6 @@ class ByAmount(Masked):
         return self.layers[0](x) * int(mask.sum())
 
 
-class ByCount(Masked):
-    """It depends on a number that is that of the rows here."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.layers[0](x) * (mask.sum() * 0 + len(x)).item()
-
-
-class ByMean(Masked):
-    """It depends on a number that is no integer."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.layers[0](x) * mask.float().mean().item()
-
-
 class ByParameter(Masked):
     """What it does depends on a weight, by way of a tensor that was empty at first."""
 
@@ -142,88 +127,13 @@ class ByParameter(Masked):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (ByAmount, "neither a yes or no nor a length of theirs"),
-        (ByCount, "neither a yes or no nor a length of theirs"),
-        (ByMean, "more than a yes or no or an integer"),
-        (ByParameter, "a parameter"),
-    ],
+    ("kind", "words"), [(ByAmount, "more than a yes or no"), (ByParameter, "a parameter")]
 )
 def test_other_readings_close_the_module(kind: type[Masked], words: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     program = ps.capture(Around(kind(), model), batch(True, False, True))
     assert list(program.closed) == ["inner"]
     assert words in program.closed["inner"]
-
-
-class Lengths(nn.Module):
-    """Leaves away what is longer than the longest row, as torchaudio's and others' models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        longest = int(lengths.max())
-        x = self.layers[0](x)[:, :longest]
-        mask = torch.arange(longest) < lengths[:, None]
-        result: torch.Tensor = self.layers[2](self.layers[1](x * mask[..., None]))
-        return result.sum(1)
-
-
-LONG = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_an_integer_that_is_a_length_is_a_way(workers: Any) -> None:
-    torch.manual_seed(1)
-    model = Lengths()
-    twin = copy.deepcopy(model)
-    program = ps.capture(model, (LONG, torch.full((6,), 5)))
-    assert not program.closed
-    assert program.train.answers == (5,)
-    plan = uniform_plan(program, 2, 3, "1f1b", [2])
-    target = torch.randn(6, 4)
-    with ps.Pipeline(
-        model, plan=plan, program=program, devices=plan.devices, workers=workers
-    ) as pipe:
-        for lengths in ([5] * 6, [5, 5, 5, 3, 2, 1], [4, 4, 3, 3, 2, 2], [1, 1, 1, 1, 1, 5]):
-            given = torch.tensor(lengths)
-            pipe.train_step(LONG, given, target=target, loss_fn=F.mse_loss)
-            for k in (0, 2, 4):
-                rows = slice(k, k + 2)
-                loss = F.mse_loss(twin(LONG[rows], given[rows]), target[rows])
-                (loss * (2 / 6)).backward()
-        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-
-
-def test_an_integer_grows_with_a_length_that_varies() -> None:
-    class OfMask(Lengths):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return super().forward(x, mask.sum(1))
-
-    program = ps.capture(
-        OfMask(), (LONG, torch.ones(6, 5)), dynamic={0: {1: "length"}, 1: {1: "length"}}
-    )
-    assert not program.closed
-    assert str(program.train.answers[0]) == "length"
-    for x, length in ((LONG, 5), (torch.cat([LONG, LONG], 1), 10), (LONG[:, :3], 3)):
-        mask = torch.ones(6, length)
-        assert torch.equal(program(x, mask), program.model(x, mask))
-        mask[:, 2:] = 0
-        assert torch.equal(program(x, mask), program.model(x, mask))
-
-
-def test_too_many_integers_are_an_error() -> None:
-    x = torch.randn(2, 80, 4)
-    program = ps.capture(Lengths(), (x, torch.full((2,), 80)))
-    for length in range(1, 64):
-        program(x, torch.full((2,), length))
-    with pytest.raises(ps.InputError, match=r"an integer off .* another one 64 times"):
-        program(x, torch.full((2,), 70))
-    program(x, torch.full((2,), 3))  # which is known
 
 
 class Around(nn.Module):
