@@ -171,6 +171,7 @@ class Stage:
 
         What modules put off of it remains for `weight_backward`.
         """
+        self._catch_up(microbatch)
         gradients, self._arrived = self._arrived, ()
         inner, end = self.held.pop(microbatch)
         self._backward_of(end.roots, gradients, end.entry)
@@ -187,6 +188,17 @@ class Stage:
         self.record.note(before)
         if self.deferral.pending:
             self.deferred[microbatch] = self.deferral.take()
+
+    def _catch_up(self, microbatch: int) -> None:
+        """Compute the weight halves of those before, if this one has taken another way.
+
+        What is put off on one way may be computed at once on another, and gradients have to be
+        added in the order of micro-batches.
+        """
+        way = self.microbatches[microbatch].way
+        if any(self.microbatches[before].way != way for before in self.deferred):
+            for before in sorted(self.deferred):
+                self.weight_backward(before)
 
     def _again(self, passed: Recomputation) -> Passed:
         """Run the forward of a span again."""
