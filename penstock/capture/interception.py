@@ -51,6 +51,11 @@ CLOSING = {
     "_pack_padded_sequence": "packs sequences, whose sizes depend on values",
 }
 
+VALUES = frozenset(
+    ("numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "__format__", "__repr__")
+)
+"""What gives Python a tensor's values by way of something else, in which nobody sees it read."""
+
 _PATCH_LOCK = threading.Lock()
 _RECORDING = threading.local()
 

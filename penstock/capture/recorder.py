@@ -49,6 +49,7 @@ from penstock.capture.interception import (
     PARTS,
     SIZES,
     STATE,
+    VALUES,
     Patch,
     intercepted,
     is_plain,
@@ -350,6 +351,8 @@ class Recorder(TorchFunctionMode):
         if (plain := getattr(func, "__name__", "")) in CLOSING:  # `x.grad` is another matter
             raise Unrecordable(self._open[-1], f"its Python {CLOSING[plain]}")
         leaves = tree_leaves((args, kwargs))
+        if name in VALUES:
+            self._check_values(name, leaves)
         if name in SIZES or name in PARTS:
             self._check_sizes(leaves)
         if name in GRADIENTS:
@@ -365,6 +368,15 @@ class Recorder(TorchFunctionMode):
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return self._without_tensors(func, args, kwargs)
         return self._record(func, func, args, kwargs)
+
+    def _check_values(self, name: str, leaves: Sequence[Any]) -> None:
+        """Raise if Python gets values that are not the same for all inputs and weights."""
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        for known in map(self.known.get, tensors):
+            info = self.trace.info(known) if isinstance(known, Ref) else None
+            is_made = isinstance(info, TensorInfo) and info.origin is Origin.NOTHING
+            if known is not None and not is_made:
+                raise Unrecordable(self._open[-1], f"its Python reads a tensor's values ({name}())")
 
     def _check_layout(self, name: str, leaves: Sequence[Any]) -> None:
         """Note that Python asks how tensors lie in memory."""

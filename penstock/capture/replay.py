@@ -72,6 +72,9 @@ class _Seeding(Recorder):
     def check_assignment(self, owner: nn.Module | type, name: str) -> None:
         """Does nothing: outside of a recording any attribute may be assigned to."""
 
+    def _check_values(self, name: str, leaves: object) -> None:
+        """Does nothing: outside of a recording any value may be read."""
+
     def _check_sizes(self, leaves: object) -> None:
         """Does nothing: outside of a recording any size may be read."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -83,6 +85,52 @@ def test_an_awkward_block_is_closed(how: str, reason: str) -> None:
     for rows in (2, 3, 5, 9):
         x = torch.randn(rows, 4)
         assert torch.equal(program(x), model(x))
+
+
+READS: dict[str, Callable[[torch.Tensor], int]] = {
+    "numpy": lambda lengths: int(lengths.detach().numpy().max()),
+    "__array__": lambda lengths: int(np.asarray(lengths).max()),
+    "__dlpack__": lambda lengths: int(np.from_dlpack(lengths).max()),
+    "untyped_storage": lambda lengths: max(lengths.untyped_storage().tolist()),
+    "__format__": lambda lengths: int(f"{lengths[0]}"),
+    "__repr__": lambda lengths: int(repr(lengths[0]).strip("tensor()")),
+}
+
+
+class Scaled(nn.Module):
+    """By what Python has read off the inputs in some way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(4).numpy().tolist()  # which are always the same
+        result: torch.Tensor = self.layer(x)[:, positions] * READS[self.how](lengths)
+        return result
+
+
+@pytest.mark.parametrize("how", READS)
+def test_values_that_python_gets_by_way_of_something_else(how: str) -> None:
+    model = Scaled(how)
+    program = ps.capture(model, (X, torch.full((6,), 5)))
+    assert f"reads a tensor's values ({how}())" in program.closed[""]
+    for length in (5, 2):
+        lengths = torch.full((6,), length)
+        assert torch.equal(program(X, lengths), model(X, lengths))
+
+
+def test_values_that_are_always_the_same_close_nothing() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layer(x)[:, torch.arange(4).numpy().tolist()]
+            return result
+
+    assert not ps.capture(Constant(), (X,)).closed
 
 
 def test_a_model_that_must_stay_whole_says_how_it_would_not() -> None:

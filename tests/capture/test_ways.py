@@ -56,6 +56,24 @@ def test_a_way_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert program.trace_for(list(batch(False)), False) is not found[1]  # dropout, or none
 
 
+class Classes(Masked):
+    """Asks something that can only be asked if the first answer was no."""
+
+    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        if (classes > 3).any():
+            return self.layers[1](x)  # type: ignore[no-any-return]
+        x = self.layers[0](x)
+        return x * 2 if (F.one_hot(classes, 4).sum(0) > 2).any() else x
+
+
+def test_a_question_that_cannot_be_asked_is_another_way() -> None:
+    x = torch.randn(4, 4)
+    program = ps.capture(Classes(), (x, torch.tensor([0, 1, 2, 3])))
+    for classes in ([0, 1, 2, 3], [5, 0, 0, 0], [0, 0, 0, 1], [3, 2, 1, 7]):
+        given = torch.tensor(classes)
+        assert torch.equal(program(x, given), program.model(x, given))
+
+
 class Several(nn.Module):
     """The same layers on both ways."""
 
