@@ -580,7 +580,7 @@ class Recorder(TorchFunctionMode):
         )
         if module is None or self.weightless:
             return result, watch.reads_values
-        if watch.reads_values and (odd := _numbers_beside_tensors(result)):
+        if call.target and watch.reads_values and (odd := _numbers_beside_tensors(result)):
             raise Unrecordable(
                 call.path,
                 f"{call.label} looks at values, and gives {odd[0]!r} beside tensors, which may "

@@ -120,6 +120,33 @@ def test_values_that_python_gets_by_way_of_something_else(how: str) -> None:
         assert torch.equal(program(X, lengths), model(X, lengths))
 
 
+class Judging(nn.Module):
+    """Says something of values, beside a tensor."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        return x * 2, bool(x.max() > 20)
+
+
+class Judged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.judging = nn.Linear(4, 4), Judging()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, is_large = self.judging(self.layer(x))
+        return x - 100 if is_large else x
+
+
+def test_a_number_beside_tensors_is_no_constant() -> None:
+    model = nn.Sequential(Judged(), nn.Linear(4, 4))
+    program = ps.capture(model, (X,))
+    assert "looks at values, and gives False beside tensors" in program.closed["0"]
+    for x in (X, X * 1000):
+        assert torch.equal(program(x), model(x))
+    whole = Judging()
+    assert torch.equal(ps.capture(whole, (X,))(X)[0], whole(X)[0])
+
+
 def test_values_that_are_always_the_same_close_nothing() -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
