@@ -88,6 +88,7 @@ from penstock.capture.watching import (
     check_decision,
     compiled,
 )
+from penstock.devices.settings import TorchSettings
 from penstock.torch_internals import current_function_mode, without_function_mode
 
 
@@ -415,7 +416,7 @@ class Recorder(TorchFunctionMode):
         self._inputs = leaves
         if self.weightless is not None:
             self.weightless.begin(leaves)
-        self._ambient = ambient()
+        self._ambient, self._settings = ambient(), TorchSettings.here()
         if self.key is not None:
             seed_python(0)
             self._unused = next_in_python()
@@ -497,6 +498,7 @@ class Recorder(TorchFunctionMode):
             call.identity = self._identify(call)
             now = ambient()
             call.ambient = None if now == self._ambient else now
+            self._check_settings()
             if self.reading.reads.numbers or self.reading.reads.given:
                 args, kwargs = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
             result, dynamic = self._observe(call, function, args, kwargs)
@@ -505,6 +507,14 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
             self.reading.quiet -= 1
         return result
+
+    def _check_settings(self) -> None:
+        """Raise if Python has changed a setting of torch since the forward began."""
+        if changed := self._settings.changed_in(TorchSettings.here()):
+            raise Unrecordable(
+                self._open[-1],
+                f"its Python changes a setting of torch for a part of it ({', '.join(changed)})",
+            )
 
     def _identify(self, call: Call) -> int:
         """A number for the call that the other calls around it do not change."""

@@ -18,6 +18,14 @@ _BACKENDS = [
 ]
 
 
+_ATTENTIONS = [
+    name
+    for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+    if hasattr(torch.backends.cuda, f"{name}_enabled")
+]
+"""Ways to compute attention; the settings hold for all kinds of devices."""
+
+
 class TorchSettings(NamedTuple):
     """The settings of torch that users may change at any time, and that change what is computed.
 
@@ -27,6 +35,7 @@ class TorchSettings(NamedTuple):
             products, convolutions and recurrent networks of oneDNN.
         deterministic: whether only deterministic algorithms are used, and whether others warn.
         mkldnn: whether oneDNN is used.
+        attention: which ways to compute it are allowed, as by `torch.nn.attention.sdpa_kernel`.
         kind: of device other than the CPU that is used, if there is one.
         of_kind: its own.
     """
@@ -35,6 +44,7 @@ class TorchSettings(NamedTuple):
     precisions: tuple[str, ...]
     deterministic: tuple[bool, bool]
     mkldnn: bool
+    attention: tuple[bool, ...]
     kind: str = "cpu"
     of_kind: tuple[str, ...] = ()
 
@@ -46,8 +56,13 @@ class TorchSettings(NamedTuple):
             (_precision(), *(backend.fp32_precision for backend in _BACKENDS)),
             _deterministic(),
             bool(torch.backends.mkldnn.enabled),
+            _attention(),
             *((kind.type, kind.settings()) if kind else ()),
         )
+
+    def changed_in(self, other: TorchSettings) -> list[str]:
+        """The names of those that are others in `other`."""
+        return [n for n, a, b in zip(self._fields, self, other, strict=True) if a != b]
 
     def apply(self) -> None:
         """Make them those of this process."""
@@ -61,6 +76,8 @@ class TorchSettings(NamedTuple):
             enabled, warns = self.deterministic
             torch.use_deterministic_algorithms(enabled, warn_only=warns)
         torch.backends.mkldnn.set_flags(self.mkldnn)
+        for name, allowed in zip(_ATTENTIONS, self.attention, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}")(allowed)
         kind_of(self.kind).set_settings(self.of_kind)
 
 
@@ -69,6 +86,10 @@ def with_autograd() -> Iterator[None]:
     """While open, autograd works as outside of `torch.no_grad()` and `torch.inference_mode()`."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def _attention() -> tuple[bool, ...]:
+    return tuple(getattr(torch.backends.cuda, f"{name}_enabled")() for name in _ATTENTIONS)
 
 
 def _deterministic() -> tuple[bool, bool]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
@@ -85,6 +88,44 @@ def test_an_awkward_block_is_closed(how: str, reason: str) -> None:
     for rows in (2, 3, 5, 9):
         x = torch.randn(rows, 4)
         assert torch.equal(program(x), model(x))
+
+
+@contextmanager
+def less_precisely() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "precisions": less_precisely,
+}
+
+
+class Attention(nn.Module):
+    """Computes it in a way of its own."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.layer = what, nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)[:, None]
+        with SETTINGS[self.what]():
+            return F.scaled_dot_product_attention(x, x, x)[:, 0]
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_of_torch_for_a_part_of_a_forward(what: str) -> None:
+    """At the rows of the example the bits can be the same, which is no matter."""
+    model = nn.Sequential(nn.Linear(32, 32), Attention(what))
+    x = torch.randn(4, 16, 32)
+    program = ps.capture(model, (x,))
+    assert list(program.closed) == ["1"]
+    assert f"changes a setting of torch for a part of it ({what})" in program.closed["1"]
+    assert torch.equal(program(x), model(x))
 
 
 READS: dict[str, Callable[[torch.Tensor], int]] = {

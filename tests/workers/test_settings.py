@@ -34,6 +34,7 @@ class Knows(nn.Module):
             torch.get_float32_matmul_precision() != "highest",
             torch.backends.mkldnn.enabled,
             flushes_denormal(),
+            torch.backends.cuda.flash_sdp_enabled(),
         ]
         return x + sum(2**k * bool(value) for k, value in enumerate(known))
 
@@ -44,6 +45,7 @@ def put_back() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.mkldnn.set_flags(True)
     torch.set_flush_denormal(False)
+    torch.backends.cuda.enable_flash_sdp(True)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +59,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "precision": lambda: torch.set_float32_matmul_precision("medium"),
     "mkldnn": lambda: torch.backends.mkldnn.set_flags(False),
+    "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "denormal": lambda: torch.set_flush_denormal(True),
 }
 
