@@ -80,6 +80,7 @@ __all__ = [
     "keeps_graph",
     "profiler_config",
     "pytree",
+    "saving",
     "set_version",
     "will_run",
     "without_function_mode",
@@ -115,6 +116,12 @@ def has_tangents() -> bool:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether it is one of many in one, by whichever of torch's two kinds of vmap."""
     return "Batched" in torch._C._dispatch_keyset_to_string(torch._C._dispatch_keys(tensor))
+
+
+def saving() -> tuple[Any, Any] | None:
+    """This thread's innermost hooks for tensors that autograd saves, if any are open."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
 
 
 def will_run(node: Node) -> bool:

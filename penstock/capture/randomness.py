@@ -170,6 +170,10 @@ class Draws:
             seed_python(self._seed)
         return self
 
+    def began_at(self, states: Sequence[torch.Tensor]) -> bool:
+        """Whether the generators were in these states when it was opened."""
+        return all(map(torch.equal, self._before, states))
+
     def __exit__(self, *_: object) -> None:
         after = [g.get_state() for g in self._generators]
         self.happened = any(not torch.equal(a, b) for a, b in zip(self._start, after, strict=True))

@@ -89,7 +89,7 @@ from penstock.capture.watching import (
     compiled,
 )
 from penstock.devices.settings import TorchSettings
-from penstock.torch_internals import current_function_mode, without_function_mode
+from penstock.torch_internals import current_function_mode, saving, without_function_mode
 
 
 def record(
@@ -416,7 +416,8 @@ class Recorder(TorchFunctionMode):
         self._inputs = leaves
         if self.weightless is not None:
             self.weightless.begin(leaves)
-        self._ambient, self._settings = ambient(), TorchSettings.here()
+        self._ambient, self._settings, self._saving = ambient(), TorchSettings.here(), saving()
+        self._states = [generator.get_state() for generator in self.generators]
         if self.key is not None:
             seed_python(0)
             self._unused = next_in_python()
@@ -509,7 +510,12 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _check_settings(self) -> None:
-        """Raise if Python has changed a setting of torch since the forward began."""
+        """Raise if Python has changed a setting of torch since the forward began, or hooks."""
+        if not is_saving_as(self._saving):
+            raise Unrecordable(
+                self._open[-1],
+                "its Python hangs hooks on what is saved for the backward (saved_tensors_hooks)",
+            )
         if changed := self._settings.changed_in(TorchSettings.here()):
             raise Unrecordable(
                 self._open[-1],
@@ -581,6 +587,8 @@ class Recorder(TorchFunctionMode):
         finally:  # the model's Python may catch what a call raises, and go on
             if self.key is not None:
                 seed_python(0)
+        if self.key is not None and not draws.began_at(self._states):
+            raise Unrecordable(call.path, "its Python seeds a generator of torch")
         call.random = watch.draws if self.weightless else draws.happened
         call.draws_in_python = draws.in_python
         call.mutates = tuple(
@@ -684,6 +692,13 @@ class Recorder(TorchFunctionMode):
         storage = self.known.storage(tensor)
         shape = tuple(tensor.shape)
         return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
+
+
+def is_saving_as(before: object) -> bool:
+    """Whether what autograd saves goes through these hooks, or is merely moved to the CPU."""
+    now = saving()
+    moves = now is not None and now[0].__qualname__.startswith("save_on_cpu.")
+    return moves or now == before
 
 
 def _numbers_beside_tensors(result: object) -> list[object]:

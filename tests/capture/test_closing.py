@@ -128,6 +128,52 @@ def test_settings_of_torch_for_a_part_of_a_forward(what: str) -> None:
     assert torch.equal(program(x), model(x))
 
 
+class Packing(nn.Module):
+    """Keeps what its backward needs in half precision, or on the CPU."""
+
+    def __init__(self, hooks: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.hooks, self.layer = hooks, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.hooks():
+            result: torch.Tensor = self.layer(x).sin()
+        return result
+
+
+def test_hooks_on_what_is_saved() -> None:
+    def pack() -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float())
+
+    program = ps.capture(nn.Sequential(Packing(pack), nn.Linear(4, 4)), (X,))
+    assert "hooks on what is saved for the backward" in program.closed["0"]
+    moving = nn.Sequential(Packing(torch.autograd.graph.save_on_cpu), nn.Linear(4, 4))
+    assert not ps.capture(moving, (X,)).closed
+
+
+class Seeding(nn.Module):
+    """Draws the same numbers every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            x = x * torch.rand(4)
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
+def test_a_forward_that_seeds_a_generator() -> None:
+    model = nn.Sequential(Seeding(), nn.Linear(4, 4))
+    program = ps.capture(model, (X,))
+    assert "seeds a generator of torch" in program.closed["0"]
+    key = Key(seed=1, step=2, microbatch=0)
+    assert torch.equal(program.replay((X,), {}, key=key), model(X))
+
+
 READS: dict[str, Callable[[torch.Tensor], int]] = {
     "numpy": lambda lengths: int(lengths.detach().numpy().max()),
     "__array__": lambda lengths: int(np.asarray(lengths).max()),
