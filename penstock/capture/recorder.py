@@ -511,7 +511,7 @@ class Recorder(TorchFunctionMode):
 
     def _check_settings(self) -> None:
         """Raise if Python has changed a setting of torch since the forward began, or hooks."""
-        if not is_saving_as(self._saving):
+        if not _is_saving_as(self._saving):
             raise Unrecordable(
                 self._open[-1],
                 "its Python hangs hooks on what is saved for the backward (saved_tensors_hooks)",
@@ -694,7 +694,7 @@ class Recorder(TorchFunctionMode):
         return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
 
 
-def is_saving_as(before: object) -> bool:
+def _is_saving_as(before: object) -> bool:
     """Whether what autograd saves goes through these hooks, or is merely moved to the CPU."""
     now = saving()
     moves = now is not None and now[0].__qualname__.startswith("save_on_cpu.")

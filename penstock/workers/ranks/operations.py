@@ -330,13 +330,14 @@ class Ranks:
         return bool(self._apart) or any(error is not None for error in errors)
 
     def _was_given_up(self) -> bool:
-        """Whether no rank has failed, but for those that their leader has told to give up.
+        """Whether a rank was told by its leader to give up, and none has failed otherwise.
 
-        It has told the others as well, who may begin much later.
+        The leader has told the others as well, who may begin much later.
         """
         errors = (report.error for report in self._reports.values())
         failed = [error for error in errors if error is not None]
-        return bool(failed) and all(isinstance(error, GivenUp | Aborted) for error in failed)
+        told = any(isinstance(error, GivenUp) for error in failed)
+        return told and all(isinstance(error, GivenUp | Aborted) for error in failed)
 
     def _poller(self, fd: int) -> select.poll:
         """Looks at a socket, and at those to other ranks."""
