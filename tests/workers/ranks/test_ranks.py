@@ -336,3 +336,31 @@ def test_a_rank_that_stops_in_the_midst_of_a_message(
     for error in (first, last):
         assert isinstance(error, WorkerDied)
         assert "rank 1 (a thread), which stopped in the midst of a message" in str(error)
+
+
+def test_a_rank_that_says_nothing_of_its_failure_wakes_the_others(company: Company) -> None:
+    """The link of one broke, and another one waits for its word."""
+
+    def work(ranks: Ranks) -> Any:
+        ranks.timeout = 8.0
+        with ranks.operation("train_step"):
+            if ranks.rank == 1:
+                raise Aborted
+            if ranks.rank == 2:
+                ranks.broadcast(None, 1, "a word")
+            return ranks.end(None)
+
+    assert all(isinstance(found, ps.WorkerDied) for found in company.do(work))
+
+
+def test_who_is_told_to_give_up_is_waited_for(company: Company) -> None:
+    """It may begin later than ranks that have failed by themselves have to stop."""
+
+    def work(ranks: Ranks) -> Any:
+        if ranks.rank == 2:
+            time.sleep(1.0)
+        with ranks.operation("train_step"):
+            raise module.GivenUp
+
+    assert all(isinstance(found, module.GivenUp) for found in company.do(work))
+    assert company.do(settled) == [[0, 1, 2]] * 3
