@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.account.attribution import Account
-from penstock.account.drift import drift
 from penstock.account.history import History, RunFolder
 from penstock.audit.auditor import Audited
 from penstock.audit.pace import Setting
@@ -58,7 +57,6 @@ from penstock.training.hints import explaining, no_attribute, optimizer_class
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.parameter_groups import parameter_groups
 from penstock.training.scaling import PipelineScaler, scale_of
-from penstock.units import show_bytes
 from penstock.weights import source_of
 from penstock.workers.backend import WorkerKind, Workers
 from penstock.workers.clipping import Clipped, Clipping
@@ -332,6 +330,7 @@ class Pipeline:
             self._runner, self._passes = running.runner, running.passes
             self._auditor, self._saver = running.auditor, running.saver
             self._sessions = Sessions(running.runner, program, in_flight)
+            running.note_also(self._sessions.notes)
             running.given = replace(given, weights=None)  # else buffers would begin once more
             if run is not None and self._workers.role.index == 0:
                 self._runner.steps.kept.write_to(RunFolder(run, running.about()))
@@ -868,21 +867,7 @@ class Pipeline:
         """
         workers = self._workers
         status = status_of(self._running.description, workers.status(), workers.board.counted())
-        found = drift(self.accounts(), self.plan)
-        notes = [str(found)] if found is not None and found.has_news else []
-        notes += self._sessions_note()
-        return replace(status, notes=(*notes, *self._runner.steps.kept.latest()))
-
-    def _sessions_note(self) -> list[str]:
-        """What the states of sessions take now, and what is planned for them."""
-        held, plan = self._sessions.held(), self.plan
-        each = []
-        for number, stage in enumerate(plan.stages):
-            now, planned = held.get(number, 0), stage.state_bytes * plan.replicas
-            if now or planned:
-                of = f" of {show_bytes(planned)} planned" if planned else ""
-                each.append(f"{show_bytes(now)}{of} with stage {number}")
-        return [f"states of sessions: {', '.join(each)}"] if each else []
+        return replace(status, notes=tuple(self._running.notes()))
 
     def on_step(self, hook: StepHook) -> RemovableHandle:
         """Call a function after every training step, such as a logger's.

@@ -16,8 +16,10 @@ from msgspec.structs import replace as replace_fields
 from torch import nn
 
 from penstock import __version__
+from penstock.account.drift import drift
 from penstock.account.history import About
 from penstock.audit.auditor import Auditor
+from penstock.board.control import Known, listen
 from penstock.board.metrics import Address, MetricsServer
 from penstock.board.runs import Run, publish
 from penstock.capture import Program
@@ -42,12 +44,12 @@ from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.planning.planner import Replanning
 from penstock.runner import Runner
-from penstock.steps import answers, note_optimizers
+from penstock.steps import note_optimizers
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.scaling import PipelineScaler
 from penstock.units import show_seconds
 from penstock.workers.backend import Backend, Survivors, Workers
-from penstock.workers.described import description_of, listen
+from penstock.workers.described import description_of
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.members import Membership
 from penstock.workers.memories import SideEffects
@@ -114,6 +116,7 @@ class Running:
         self._served_at = served_at
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[PipelineScaler] = weakref.WeakSet()
+        self._also_noted: Callable[[], Callable[[], list[str]] | None] = lambda: None
         replanning = Replanning(plan, program, *given.example, backend, given.request, None)
         self._fallbacks = self._planned_ahead(replanning)
         workers = self._begun(backend, plan, stack)
@@ -164,13 +167,14 @@ class Running:
         """Publish the board, serve the metrics and write the description, for `penstock top`."""
         workers = self.workers
         self.description = description_of(self._model, self.plan, workers)
-        self.metrics = self._served(self._served_at)
+        known = _known(self)
+        self.metrics = self._served(self._served_at, known)
         if self.metrics:
             self._at_end(self.metrics.close, stack)
         publish(workers.board, self.description)
-        listen(workers, answers(self.runner.steps, self.about()))
+        listen(workers.board, known)
 
-    def _served(self, where: Address | None) -> MetricsServer | None:
+    def _served(self, where: Address | None, known: Known) -> MetricsServer | None:
         """A server of metrics at this address; ranks take one port after the other."""
         if where is None:
             return None
@@ -178,7 +182,7 @@ class Running:
         run = Run(self.description, board, board.path)  # which does not hold the pipeline
         port = where.port + self.description.rank if where.port else 0
         try:
-            return MetricsServer(where.host, port, run)
+            return MetricsServer(where.host, port, run, known)
         except InputError as error:
             if where.is_asked_for:
                 raise
@@ -200,6 +204,18 @@ class Running:
                 "allocator": "keeps freed memory" if self._allocator_kept else "system",
             },
         )
+
+    def notes(self) -> list[str]:
+        """What there is to say of the run: whether the plan holds, and what happened lately."""
+        kept = self.runner.steps.kept
+        found = drift(kept.accounts(self.plan), self.plan)
+        notes = [str(found)] if found is not None and found.has_news else []
+        also = self._also_noted()
+        return [*notes, *(also() if also is not None else ()), *kept.latest()]
+
+    def note_also(self, what: Callable[[], list[str]]) -> None:
+        """Have what a method says among the notes, as long as its object is there."""
+        self._also_noted = weakref.WeakMethod(what)
 
     def add(self, thing: PipelineOptimizer | PipelineScaler) -> None:
         """Let an optimizer or a scaler go on with the next workers."""
@@ -465,3 +481,29 @@ class Running:
             self.saver.finish()
         finally:
             self.runner.close()
+
+
+def _known(running: Running) -> Known:
+    """What other processes may ask for; that does not keep the pipeline alive."""
+    known, about = weakref.ref(running), running.about()
+
+    def here() -> Running:
+        found = known()
+        if found is None:
+            raise ValueError("the pipeline was closed")
+        return found
+
+    def stacks() -> dict[str, str]:
+        return {f"worker {number}": each for number, each in here().workers.stacks().items()}
+
+    def record() -> int:
+        steps = here().runner.steps
+        steps.is_asked = True
+        return steps.kept.records[-1].step if steps.kept.records else 0
+
+    return {
+        "stacks": stacks,
+        "notes": lambda: here().notes(),
+        "history": lambda: here().runner.steps.kept.history(about),
+        "record": record,
+    }

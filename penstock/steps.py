@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.account.attribution import DATA
 from penstock.account.doing import Doing
-from penstock.account.history import About
 from penstock.account.keeping import Kept
 from penstock.account.record import CALL, EVALUATION, PASS, Interval, StepRecord
 from penstock.board.memory import Board, Log
@@ -456,26 +455,3 @@ def _steps_parameters_of(model: nn.Module, optimizer: Optimizer) -> bool:
     """Whether the optimizer steps a parameter of the model."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-
-
-def answers(steps: Steps, about: About) -> dict[str, Callable[[], Any]]:
-    """What other processes may ask for: the history of the run, and that a step is recorded.
-
-    Args:
-        steps: of a pipeline; it is not kept alive, as it has the board, which ends the answers.
-        about: what it runs.
-    """
-    known = weakref.ref(steps)
-
-    def here() -> Steps:
-        found = known()
-        if found is None:
-            raise ValueError("the pipeline was closed")
-        return found
-
-    def record() -> int:
-        own = here()
-        own.is_asked = True
-        return own.kept.records[-1].step if own.kept.records else 0
-
-    return {"history": lambda: here().kept.history(about), "record": record}

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.board.memory import Log
 from penstock.board.phases import timeline_of
@@ -57,6 +58,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     driver: tuple[Interval, ...]
     logs: Mapping[int, Log]
     as_planned: bool = True
+
+    def later(self, by: int) -> StepRecord:
+        """The same by a clock that is so many nanoseconds ahead."""
+        return replace(
+            self,
+            begin=self.begin + by,
+            end=self.end + by,
+            driver=tuple(Interval(i.what, i.begin + by, i.end + by) for i in self.driver),
+            logs={k: [(when + by, code) for when, code in log] for k, log in self.logs.items()},
+        )
 
     @property
     def seconds(self) -> float:

@@ -1,8 +1,8 @@
 """Answers other processes of this user that look at a pipeline, over a socket beside its board.
 
-Most of what they want to know is on the board. What is not (the stacks of threads) is asked for
-here, of a thread that does nothing else. A question is a line, an answer a line of JSON; the socket
-is a file in a folder that nobody else can enter.
+Most of what they want to know is on the board. What is not (such as the stacks of threads) is asked
+for here, of a thread that does nothing else. A question is a line, an answer a line of JSON; the
+socket is a file in a folder that nobody else can enter.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from penstock.board.memory import Board
 from penstock.board.process import is_of_this_user
 from penstock.board.server import Server, read_all
 
 SUFFIX = ".sock"
 """Of the socket beside a board's file."""
+
+Known = Mapping[str, Callable[[], Any]]
+"""For every question what gives its answer: plain data, in another thread than the script's."""
 
 _PATIENCE = 1.5  # seconds to wait for an answer
 _LONGEST = 1 << 28  # bytes of an answer
@@ -32,19 +36,19 @@ class Control:
 
     Args:
         path: of the socket, which is made.
-        answers: for every question a function that gives the answer, called in another thread.
+        known: what is answered.
 
     Raises:
         OSError: there can be no socket of this name.
     """
 
-    def __init__(self, path: Path, answers: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, path: Path, known: Known) -> None:
         listener = socket.socket(socket.AF_UNIX)
         try:
             with _short(path) as name:
                 listener.bind(name)
                 os.chmod(name, 0o600)
-            self._server = Server(listener, _question, _Answers(answers), "penstock-control")
+            self._server = Server(listener, _question, Answers(known), "penstock-control")
         except BaseException:
             listener.close()
             raise
@@ -57,20 +61,34 @@ class Control:
         self._server.close()
 
 
+def listen(board: Board, known: Known) -> None:
+    """Answer other processes of this user until a board is closed, if they can find it.
+
+    Args:
+        board: beside whose file the socket is.
+        known: what is answered, which must not keep the board alive.
+    """
+    if board.path is None or not board.close.alive:
+        return
+    with suppress(OSError):  # a name that is too long, say: then nobody can ask
+        control = Control(board.path.with_suffix(SUFFIX), known)
+        board.closing.append(control.close)
+
+
 def _question(said: bytes) -> str | None:
     """The line that has come, if it is whole."""
     line, end, _ = said.partition(b"\n")
     return line.decode(errors="replace").strip() if end else None
 
 
-class _Answers:
+class Answers:
     """Gives the answer to a question, as JSON.
 
     Args:
-        known: for every question what gives its answer.
+        known: what is answered.
     """
 
-    def __init__(self, known: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, known: Known) -> None:
         self._known = dict(known)
 
     def __call__(self, question: str) -> bytes:
@@ -116,11 +134,22 @@ def ask(path: Path, question: str, timeout: float = _PATIENCE) -> Any:
         if not is_of_this_user(other):
             raise PermissionError(f"{path} is the socket of another user")
         other.sendall(f"{question}\n".encode())
-        data = read_all(other, end, _LONGEST)
+        return answer_in(read_all(other, end, _LONGEST))
+
+
+def answer_in(data: bytes) -> Any:
+    """What an answer says.
+
+    Args:
+        data: that `Answers` gave, or a stranger.
+
+    Raises:
+        ValueError: it says why there is none, or is none.
+    """
     try:
-        found = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+        found = msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError("the pipeline was closed before it answered") from error
-    if "error" in found:
-        raise ValueError(found["error"])
+    if "answer" not in found:
+        raise ValueError(str(found.get("error", "there is no answer")))
     return found["answer"]

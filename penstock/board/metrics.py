@@ -7,8 +7,9 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.board.control import Answers, Known
 from penstock.board.runs import Run
-from penstock.board.served import STATE, state_of
+from penstock.board.served import ASKED, STATE, state_of
 from penstock.board.server import Server
 from penstock.board.status import Status, status_here
 from penstock.errors import InputError
@@ -73,6 +74,7 @@ class MetricsServer:
         host: the address of an interface of this machine.
         port: 0 takes a free one.
         run: whose state is served, at `/metrics` and as JSON at `/state`.
+        known: what is answered at the paths `ASKED` of `penstock.board.served`.
 
     Attributes:
         url: where.
@@ -82,7 +84,7 @@ class MetricsServer:
         InputError: prometheus-client is not installed, or the port is not free.
     """
 
-    def __init__(self, host: str, port: int, run: Run) -> None:
+    def __init__(self, host: str, port: int, run: Run, known: Known) -> None:
         try:
             from prometheus_client import CollectorRegistry
         except ModuleNotFoundError as error:
@@ -94,7 +96,8 @@ class MetricsServer:
         try:
             listener = bound(host, port)
             self.port: int = listener.getsockname()[1]
-            self._server = Server(listener, requested, _Pages(run, registry), "penstock-metrics")
+            pages = _Pages(run, registry, known)
+            self._server = Server(listener, requested, pages, "penstock-metrics")
         except OSError as error:
             raise InputError(
                 f"metrics cannot be served at {host}:{port}: {error.strerror}. Give another port; "
@@ -129,7 +132,8 @@ def requested(said: bytes) -> str | None:
     """What a request of HTTP asks for: a path, or for metrics `OPEN_METRICS` if that is accepted.
 
     Returns:
-        `None` if it is not whole yet, an empty text if it is none.
+        `None` if it is not whole yet, an empty text if it is none; before the path of what is to be
+        done, and not only read, there is `"POST "`.
     """
     head, end, _ = said.partition(b"\r\n\r\n")
     if not end:
@@ -137,9 +141,11 @@ def requested(said: bytes) -> str | None:
     first, *headers = head.decode("latin-1").split("\r\n")
     method, _, rest = first.partition(" ")
     target, _, version = rest.partition(" ")
-    if method != "GET" or not version.startswith("HTTP/1."):
+    if method not in ("GET", "POST") or not version.startswith("HTTP/1."):
         return ""
     path = target.partition("?")[0]
+    if method == "POST":
+        return f"POST {path}"
     if path not in ("/", METRICS):
         return path
     fields = [header.partition(":") for header in headers]
@@ -153,10 +159,11 @@ class _Pages:
     Args:
         run: whose state is served.
         registry: of its metrics.
+        known: what is answered besides.
     """
 
-    def __init__(self, run: Run, registry: CollectorRegistry) -> None:
-        self._run, self._registry = run, registry
+    def __init__(self, run: Run, registry: CollectorRegistry, known: Known) -> None:
+        self._run, self._registry, self._answers = run, registry, Answers(known)
 
     def __call__(self, what: str) -> bytes:
         """The response to what is `asked` for."""
@@ -164,6 +171,8 @@ class _Pages:
             return _response("200 OK", "application/json", state_of(self._run))
         if what in (METRICS, OPEN_METRICS):
             return self._metrics(what)
+        if what in ASKED:
+            return _response("200 OK", "application/json", self._answers(ASKED[what]))
         if what:
             return _response("404 Not Found", "text/plain", b"/metrics and /state are served\n")
         return _response("400 Bad Request", "text/plain", b"GET is answered\n")

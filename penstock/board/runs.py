@@ -14,9 +14,11 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from penstock.board.control import SUFFIX, ask
 from penstock.board.memory import DESCRIPTION, Board, Reading, opened
 from penstock.board.process import is_alive, started_at, where
 from penstock.files import write_whole
@@ -115,6 +117,26 @@ class Run:
         found = dict(zip(self.description.recorded, self.board.readings(), strict=True))
         here = {w.number for w in self.description.workers if w.host == self.description.host}
         return {number: reading for number, reading in found.items() if number in here}
+
+    @property
+    def ahead(self) -> int:
+        """Nanoseconds by which this process's clock is ahead of that of its workers: none."""
+        return 0
+
+    def ask(self, question: str, timeout: float) -> Any:
+        """What its process answers, see `penstock.board.control`.
+
+        Args:
+            question: one that it knows.
+            timeout: seconds to wait for the answer.
+
+        Raises:
+            OSError: there was none in time.
+            ValueError: it has none; the message says why.
+        """
+        if self.path is None:
+            raise ValueError("it cannot be asked: its board has no name")
+        return ask(self.path.with_suffix(SUFFIX), question, timeout)
 
     @property
     def pids(self) -> set[int]:

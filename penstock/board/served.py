@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.board.control import answer_in
 from penstock.board.memory import Counted, Reading
 from penstock.board.runs import Description, Run
 from penstock.board.server import read_all
@@ -24,8 +25,17 @@ from penstock.errors import InputError
 STATE = "/state"
 """The path of it."""
 
+ASKED = {
+    "/stacks": "stacks",
+    "/notes": "notes",
+    "/history": "history",
+    "POST /record": "record",
+}
+"""Requests that are answered as the questions of `penstock.board.control` are."""
+
 _VERSION = 1
-_LONGEST = 4 << 20  # bytes of an answer
+_LONGEST = 4 << 20  # bytes of a state
+_LONGEST_ANSWER = 1 << 26  # bytes of an answer to a question
 _PATIENCE = 3.0  # seconds for one
 _PAUSE = 0.25  # seconds between an answer and the next question
 _BOUND = 1 << 62  # of all numbers in a state; bytes, nanoseconds, times of all clocks
@@ -148,6 +158,11 @@ class Remote:
             raise InputError(self.problem or f"{self.url} has not answered yet")
         return self._state
 
+    @property
+    def ahead(self) -> int:
+        """Nanoseconds by which this machine's clock is ahead of that of its workers."""
+        return self._by or 0
+
     def readings(self) -> dict[int, Reading]:
         """What the records of its workers said at the latest answer, by their numbers."""
         return dict(zip(self.description.recorded, self._known.readings, strict=True))
@@ -159,6 +174,27 @@ class Remote:
     def counted(self) -> Counted:
         """The steps counted up to the latest answer."""
         return self._known.counted
+
+    def ask(self, question: str, timeout: float) -> Any:
+        """What its process answers, as `Run.ask` has it; of it nothing is believed.
+
+        Args:
+            question: one of `ASKED`.
+            timeout: seconds to wait for the answer.
+
+        Raises:
+            OSError: there was none in time.
+            ValueError: it has none; the message says why.
+        """
+        request = next(request for request, what in ASKED.items() if what == question)
+        method, _, path = request.rpartition(" ")
+        url = self.url.removesuffix(STATE) + path
+        try:
+            return clean(answer_in(_page(url, method or "GET", timeout, _LONGEST_ANSWER)))
+        except http.client.HTTPException as error:
+            raise ValueError(_why(error)) from error
+        except RecursionError as error:
+            raise ValueError("the answer is nested too deeply") from error
 
     def wait(self) -> None:
         """Wait for the first answer.
@@ -217,17 +253,34 @@ def _fetched(url: str) -> State:
         HTTPException: it does not speak HTTP, or has no such page.
         ValueError: it is not the state of a pipeline.
     """
-    parts, end = urlsplit(url), time.monotonic() + _PATIENCE
-    with socket.create_connection((parts.hostname, parts.port), _PATIENCE) as sock:
-        sock.sendall(f"GET {STATE} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
-        data = read_all(sock, end, _LONGEST)
+    return state_from(_page(url, "GET", _PATIENCE, _LONGEST))
+
+
+def _page(url: str, method: str, patience: float, most: int) -> bytes:
+    """What is served at an address, without believing anything of it.
+
+    Args:
+        url: of it.
+        method: of HTTP.
+        patience: seconds to wait.
+        most: bytes that there may be.
+
+    Raises:
+        OSError: nobody answers, or not in time.
+        HTTPException: it does not speak HTTP, or has no such page.
+        ValueError: there is more.
+    """
+    parts, end = urlsplit(url), time.monotonic() + patience
+    with socket.create_connection((parts.hostname, parts.port), patience) as sock:
+        sock.sendall(f"{method} {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
+        data = read_all(sock, end, most)
     head, _, body = data.partition(b"\r\n\r\n")
     version, _, status = printable(head.partition(b"\r\n")[0].decode("latin-1")).partition(" ")
     if not version.startswith("HTTP/"):
         raise http.client.BadStatusLine(f"{version[:80]!r} is no HTTP")
     if not status.startswith("200"):
         raise http.client.HTTPException(f"the server answers {status[:80]}")
-    return state_from(body)
+    return body
 
 
 def state_from(data: bytes) -> State:
@@ -237,7 +290,8 @@ def state_from(data: bytes) -> State:
         ValueError: it is none, or nobody could show it.
     """
     try:
-        state = _checked(msgspec.json.decode(data, type=State))
+        state = msgspec.json.decode(data, type=State)
+        state = msgspec.convert(clean(msgspec.to_builtins(state)), State)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     about = state.description
@@ -250,23 +304,19 @@ def state_from(data: bytes) -> State:
     return state
 
 
-def _checked(state: State) -> State:
-    """The same with texts that cannot write anything but themselves on a terminal.
+def clean(value: Any) -> Any:
+    """Plain data with texts that cannot write anything but themselves on a terminal.
 
     Raises:
         ValueError: it has numbers that are none, or out of all bounds.
     """
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, str):
-            return printable(value)
-        if isinstance(value, (int, float)) and not -_BOUND < value < _BOUND:
-            raise ValueError(f"{str(value)[:20]} is no number that a state has")
-        if isinstance(value, dict):
-            return {key: clean(each) for key, each in value.items()}
-        return [clean(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-    return msgspec.convert(clean(msgspec.to_builtins(state)), State)
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, (int, float)) and not -_BOUND < value < _BOUND:
+        raise ValueError(f"{str(value)[:20]} is no number that a state has")
+    if isinstance(value, dict):
+        return {clean(key): clean(each) for key, each in value.items()}
+    return [clean(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _why(error: Exception) -> str:

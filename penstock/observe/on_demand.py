@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.account.history import History
 from penstock.account.record import StepRecord
-from penstock.board.control import SUFFIX, ask
 from penstock.board.memory import Log
 from penstock.board.phases import timeline_of
-from penstock.board.runs import Run
 from penstock.board.served import Remote, RunView
-from penstock.errors import InputError, PenstockError
+from penstock.errors import PenstockError
 from penstock.observe.trace import require_perfetto, save_trace
 from penstock.plan.plan import Plan
 from penstock.schedule import Timeline
@@ -26,8 +25,9 @@ from penstock.schedule import Timeline
 PATIENCE = 60.0
 """Seconds to wait for a step that can be recorded."""
 
+_T = TypeVar("_T")
 _PAUSE = 0.1  # seconds between looks whether there is one
-_ANSWER = 5.0  # seconds for an answer that is long
+_SOON, _ANSWER = 1.5, 5.0  # seconds for an answer, and for one that is long
 
 
 class Task:
@@ -67,19 +67,22 @@ def stacks_of(runs: Sequence[RunView]) -> Mapping[str, str]:
     """What the threads of their workers are doing, by process and worker."""
     found: dict[str, str] = {}
     for run in runs:
-        title = f"process {run.description.pid}"
-        if isinstance(run, Remote):
-            found[title] = _only_there(run)
-            continue
-        if run.path is None:
-            continue
+        title = _name(run)
         try:
-            stacks = ask(run.path.with_suffix(SUFFIX), "stacks")
+            stacks = msgspec.convert(run.ask("stacks", _SOON), dict[str, str])
         except (OSError, ValueError) as error:
             found[title] = f"no answer: {error}"
             continue
         found |= {f"{title}, {name}": stack for name, stack in stacks.items()}
     return found
+
+
+def notes_of(run: RunView) -> Sequence[str]:
+    """What a pipeline has to say of itself besides its board; nothing if it does not answer."""
+    try:
+        return msgspec.convert(run.ask("notes", _SOON), tuple[str, ...])
+    except (OSError, ValueError):
+        return ()
 
 
 def history_of(run: RunView) -> History:
@@ -88,7 +91,7 @@ def history_of(run: RunView) -> History:
     Raises:
         PenstockError: it does not answer.
     """
-    return msgspec.convert(_answer(run, "history"), History, str_keys=True)
+    return _converted(run, "history", History)
 
 
 class Recorded(NamedTuple):
@@ -135,7 +138,7 @@ def record_step(runs: Sequence[RunView], patience: float = PATIENCE) -> Recorded
         PenstockError: a process does not answer or ends, or there is no step in time.
     """
     steps = [run.board.counted().steps for run in runs]
-    before = [msgspec.convert(_answer(run, "record"), int) for run in runs]
+    before = [_converted(run, "record", int) for run in runs]
     end = time.monotonic() + patience
     found: dict[int, tuple[Plan, StepRecord]] = {}
     while len(found) < len(runs):
@@ -151,9 +154,24 @@ def record_step(runs: Sequence[RunView], patience: float = PATIENCE) -> Recorded
                 continue
             history = history_of(run)
             if history.records and history.records[-1].step > before[number]:
-                found[number] = history.about.plan, history.records[-1]
+                found[number] = history.about.plan, history.records[-1].later(run.ahead)
     records = [found[number][1] for number in range(len(runs))]
     return Recorded(found[0][0], records)
+
+
+@contextmanager
+def _believing_nothing(runs: Sequence[RunView]) -> Iterator[None]:
+    """Have what strangers answer raise a `PenstockError` if it makes no sense."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        if not any(isinstance(run, Remote) for run in runs):
+            raise
+        raise PenstockError(
+            f"what {_name(runs[0])} answers makes no sense: {type(error).__name__}: {error}"
+        ) from error
 
 
 def save_timeline(
@@ -176,10 +194,11 @@ def save_timeline(
             written.
     """
     require_perfetto()
-    found = record_step(runs, patience)
-    path = path(found.step) if callable(path) else path
-    save_trace(found.timelines(), path, found.plan)
-    return found.step, path
+    with _believing_nothing(runs):
+        found = record_step(runs, patience)
+        path = path(found.step) if callable(path) else path
+        save_trace(found.timelines(), path, found.plan)
+        return found.step, path
 
 
 def save_report_of(runs: Sequence[RunView], path: Path) -> None:
@@ -196,38 +215,27 @@ def save_report_of(runs: Sequence[RunView], path: Path) -> None:
         from penstock.observe.report import save_report
     except ModuleNotFoundError as error:
         raise PenstockError(f"there can be no report without {error.name}") from error
-    save_report(history_of(runs[0]), path)
+    with _believing_nothing(runs):
+        save_report(history_of(runs[0]), path)
 
 
-def _answer(run: RunView, question: str) -> object:
+def _converted(run: RunView, question: str, kind: type[_T]) -> _T:
     """What a pipeline answers.
 
     Raises:
-        PenstockError: nothing.
-        InputError: it is on another machine.
+        PenstockError: nothing, or nothing of this kind.
     """
-    if isinstance(run, Remote):
-        raise InputError(_only_there(run))
-    if run.path is None:
-        raise PenstockError(f"{_name(run)} cannot be asked: its board has no name")
     try:
-        return ask(run.path.with_suffix(SUFFIX), question, _ANSWER)
+        return msgspec.convert(run.ask(question, _ANSWER), kind, str_keys=True)
     except (OSError, ValueError) as error:
         raise PenstockError(f"{_name(run)} does not answer: {error}") from error
 
 
 def _is_there(run: RunView) -> bool:
     """Whether it can still be asked."""
-    return isinstance(run, Run) and run.is_alive and run.path is not None and run.path.exists()
-
-
-def _only_there(run: Remote) -> str:
-    about = run.description
-    return (
-        f"stacks, timelines and reports are to be had on the pipeline's own machine only: call "
-        f"penstock top {about.pid} on {about.host}"
-    )
+    return run.is_alive and (isinstance(run, Remote) or run.path is None or run.path.exists())
 
 
 def _name(run: RunView) -> str:
-    return f"process {run.description.pid}"
+    where = f" on {run.description.host}" if isinstance(run, Remote) else ""
+    return f"process {run.description.pid}{where}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -16,7 +16,7 @@ from penstock.board.memory import Reading
 from penstock.board.runs import find
 from penstock.board.served import Remote, RunView
 from penstock.board.status import Status, WorkerStatus, status_of
-from penstock.observe.on_demand import stacks_of
+from penstock.observe.on_demand import notes_of, stacks_of
 from penstock.observe.staircase import Staircase
 from penstock.units import show_bytes, show_seconds
 
@@ -66,6 +66,7 @@ class Watch:
         self.nothing: Callable[[], str] = lambda: NOTHING
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._stairs: dict[str, Staircase] = {}
+        self._notes: dict[str, Sequence[str]] = {}
         self.jobs: list[list[RunView]] = []
         self.stacks: Mapping[str, str] = {}
 
@@ -105,6 +106,10 @@ class Watch:
         """Ask every pipeline what the threads of its workers are doing."""
         self.stacks = stacks_of([run for job in self.jobs for run in job])
 
+    def ask_for_notes(self) -> None:
+        """Ask every pipeline what there is to say of it; under torchrun the first rank of it."""
+        self._notes = {self.name(job): notes_of(job[0]) for job in list(self.jobs)}
+
     def name(self, job: Sequence[RunView]) -> str:
         """A name that no other pipeline has: the path of its first board, or its address."""
         return str(job[0].path)
@@ -118,7 +123,8 @@ class Watch:
         processes = {number: p for run in remote for number, p in run.processes().items()}
         counted = job[0].board.counted()
         known = processes if remote else None
-        return status_of(job[0].description, _readings(job), counted, known)
+        status = status_of(job[0].description, _readings(job), counted, known)
+        return replace(status, notes=tuple(self._notes.get(self.name(job), ())))
 
     def view(self, width: int, keys: bool = False) -> RenderableType:
         """All of it, for a screen of so many columns."""

@@ -36,6 +36,7 @@ from penstock.sessions.familiar import Familiar, FamiliarResult
 from penstock.sessions.growing import Growing
 from penstock.sessions.resident import Living, Resident, Seen, Value
 from penstock.sessions.together import Drop, Fetch, Finish, Followed, Together
+from penstock.units import show_bytes
 from penstock.workers.ways import Way
 
 _CALL = "a call of a session"
@@ -517,6 +518,17 @@ class Sessions:
     def held(self) -> Mapping[int, int]:
         """The bytes of the states that the script has, by stage."""
         return self._living.by_stage()
+
+    def notes(self) -> list[str]:
+        """What the states take now, and what is planned for them, in words."""
+        held, plan = self.held(), self._runner.plan
+        each = []
+        for number, stage in enumerate(plan.stages):
+            now, planned = held.get(number, 0), stage.state_bytes * plan.replicas
+            if now or planned:
+                of = f" of {show_bytes(planned)} planned" if planned else ""
+                each.append(f"{show_bytes(now)}{of} with stage {number}")
+        return [f"states of sessions: {', '.join(each)}"] if each else []
 
     def check(self) -> None:
         """Raise unless passes can go on; no pass is under way.

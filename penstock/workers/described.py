@@ -1,4 +1,4 @@
-"""Says what a board is of, and answers what is not on it."""
+"""Says what a board is of."""
 
 from __future__ import annotations
 
@@ -6,42 +6,14 @@ import os
 import socket
 import sys
 import time
-import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
 
 from torch import nn
 
-from penstock.board.control import SUFFIX, Control
 from penstock.board.process import started_at
 from penstock.board.runs import Description, Worker
 from penstock.plan import Plan
 from penstock.plan.text import prediction
 from penstock.workers.backend import Workers
-
-
-def listen(workers: Workers, more: Mapping[str, Callable[[], Any]]) -> None:
-    """Answer other processes of this user that ask what the threads of workers do, and more.
-
-    It ends when the board is closed or the workers are forgotten.
-
-    Args:
-        workers: who are asked about.
-        more: other questions, and what answers them, which must not keep the workers alive.
-    """
-    board, known = workers.board, weakref.ref(workers)
-    if board.path is None or not board.close.alive:
-        return
-
-    def stacks() -> dict[str, str]:
-        here = known()
-        found = here.stacks() if here is not None else {}
-        return {f"worker {number}": stack for number, stack in found.items()}
-
-    with suppress(OSError):  # a name that is too long, say: then nobody can ask
-        control = Control(board.path.with_suffix(SUFFIX), {"stacks": stacks, **more})
-        board.closing.append(control.close)
 
 
 def description_of(model: nn.Module, plan: Plan, workers: Workers) -> Description:

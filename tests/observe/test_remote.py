@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,10 +77,107 @@ def test_a_pipeline_is_shown_from_its_address() -> None:
         assert status["steps"] == 3
         assert [worker["state"] for worker in status["workers"]] == ["running", "running"]
         assert status["workers"][0]["memory"] > 0
-        assert "own machine only" in next(iter(found["stacks"].values()))
+        host = socket.gethostname()
+        assert list(found["stacks"]) == [
+            f"process {os.getpid()} on {host}, worker {k}" for k in range(2)
+        ]
+        assert all("File " in stack for stack in found["stacks"].values())
+
+
+def test_what_the_pipeline_says_is_shown(tmp_path: Path) -> None:
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0) as pipe:
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        pipe._runner.steps.kept.happened("a worker was replaced")
+        for which in (pipe.metrics, str(os.getpid())):
+            code, out, err = top(which, "--json", "--interval", "0.1")
+            assert code == 0, err
+            (status,) = json.loads(out)["pipelines"]
+            assert status["notes"][-1] == "after step 1: a worker was replaced"
+            code, out, err = top(which, "--once", "--interval", "0.1")
+            assert "after step 1: a worker was replaced" in out
+        assert tuple(status["notes"]) == pipe.status().notes
+
+
+def test_a_report_from_an_address(tmp_path: Path) -> None:
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0) as pipe:
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        code, _, err = top(pipe.metrics, "--report", str(tmp_path / "a.html"))
+        assert code == 0, err
+        assert "Sequential" in (tmp_path / "a.html").read_text()
+
+
+def test_a_timeline_from_an_address(tmp_path: Path) -> None:
+    pytest.importorskip("perfetto")
+    x, ended = torch.ones(4, 3), threading.Event()
+    with pipeline(metrics=0) as pipe:
+
+        def train() -> None:
+            while not ended.is_set():
+                pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+                time.sleep(0.02)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            code, out, err = top(pipe.metrics, "--record", str(tmp_path / "a.pftrace"), "--json")
+        finally:
+            ended.set()
+            thread.join()
+        assert code == 0, err
+        assert json.loads(out)["step"] > 0
+        assert b"forward 0 in stage 0" in (tmp_path / "a.pftrace").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b'{"answer": 7}', "does not answer: Expected `object`"),
+        (b'{"answer": [1e999]}', "does not answer"),
+        (b'{"answer": ' + b"[" * 100_000, "does not answer"),
+        (b'{"error": "\x1b[2J"}', "does not answer"),
+        (b"<html>", "does not answer"),
+    ],
+)
+def test_answers_that_make_no_sense(
+    answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = module._page
+
+    def lying(url: str, *rest: Any) -> bytes:
+        return page(url, *rest) if url.endswith(module.STATE) else answer
+
+    with pipeline(metrics=0) as pipe:
+        monkeypatch.setattr(module, "_page", lying)
         code, _, err = top(pipe.metrics, "--report", "a.html")
-        assert code == 2
-        assert f"penstock top {os.getpid()} on" in err
+        assert code == 1
+        assert said in " ".join(err.split())
+        assert "\x1b" not in err
+        code, out, _ = top(pipe.metrics, "--once", "--stacks", "--interval", "0.1")
+        assert code == 0
+        assert "no answer" in out
+
+
+def test_a_history_that_nobody_could_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = module._page
+
+    def lying(url: str, *rest: Any) -> bytes:
+        found = page(url, *rest)
+        if not url.endswith("/history"):
+            return found
+        history = json.loads(found)
+        history["answer"]["about"]["plan"]["stages"] = []
+        return json.dumps(history).encode()
+
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0) as pipe:
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        monkeypatch.setattr(module, "_page", lying)
+        code, _, err = top(pipe.metrics, "--report", str(tmp_path / "a.html"))
+        assert code == 1
+        assert "makes no sense" in " ".join(err.split())
+    assert not (tmp_path / "a.html").exists()
 
 
 def test_times_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
