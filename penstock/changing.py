@@ -26,7 +26,7 @@ from penstock.plan import Plan
 from penstock.plan.decisions import StagePlan
 from penstock.plan.request import Request
 from penstock.plan.search import plans_on_any
-from penstock.planning.planner import Replanning, limits_of, plan_on_others
+from penstock.planning.planner import Planned, Replanning, limits_of, plan_on_others
 from penstock.profile import Profile
 from penstock.runner import Runner
 from penstock.weights import Weights
@@ -35,8 +35,8 @@ from penstock.workers.kinds import WorkerOptions
 from penstock.workers.memories import SideEffects
 from penstock.workers.optimizer_parts import Groups, Parts
 
-Planning = Callable[[Replanning], Plan | None]
-"""Finds another plan; see `better_plan`, which is one. `None` if the old one stays."""
+Planning = Callable[[Replanning], Planned]
+"""Finds a plan, which may be that in use; see `better_plan`, which is one."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Fallbacks:
                 yield plans_on_any([costs], wanted, limits=self._limits)[0]
 
 
-def plan_for_others(of: Replanning) -> Plan:
+def plan_for_others(of: Replanning) -> Planned:
     """As `plan_on_others`, and the error says what was asked of the pipeline.
 
     Raises:

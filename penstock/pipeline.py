@@ -305,9 +305,9 @@ class Pipeline:
             self.program = program
             source = source_of(model, weights)
             with with_autograd():
-                plan = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
+                planned = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
                 given = Given(
-                    request=with_choices_of(plan, request),
+                    request=with_choices_of(planned.plan, request),
                     workers=chosen,
                     example=(args, kwargs),
                     weights=source,
@@ -324,7 +324,7 @@ class Pipeline:
                     allocator_kept=self.allocator_kept,
                     served_at=served,
                     backend=backend,
-                    plan=plan,
+                    planned=planned,
                     stack=stack,
                 )
             self._runner, self._passes = running.runner, running.passes
@@ -333,7 +333,7 @@ class Pipeline:
             running.note_also(self._sessions.notes)
             running.given = replace(given, weights=None)  # else buffers would begin once more
             if run is not None and self._workers.role.index == 0:
-                self._runner.steps.kept.write_to(RunFolder(run, running.about()))
+                self._runner.steps.kept.write_to(RunFolder(run, running.about(), running.profile))
             stack.pop_all()
 
     @property

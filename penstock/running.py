@@ -17,11 +17,12 @@ from torch import nn
 
 from penstock import __version__
 from penstock.account.drift import drift
-from penstock.account.history import About
+from penstock.account.history import About, Sample
 from penstock.audit.auditor import Auditor
 from penstock.board.control import Known, listen
 from penstock.board.metrics import Address, MetricsServer
 from penstock.board.runs import Run, publish
+from penstock.board.status import status_of
 from penstock.capture import Program
 from penstock.changing import Dividing, Fallbacks, Given, Planning, with_one_replica
 from penstock.checkpoint.saver import Saver
@@ -42,7 +43,9 @@ from penstock.links.casting import in_words
 from penstock.links.wire import interrupts_wait
 from penstock.passes import Passes
 from penstock.plan import Plan
-from penstock.planning.planner import Replanning
+from penstock.plan.text import prediction
+from penstock.planning.planner import Planned, Replanning
+from penstock.profile import Profile
 from penstock.runner import Runner
 from penstock.steps import note_optimizers
 from penstock.training.optimizer import PipelineOptimizer
@@ -77,11 +80,12 @@ class Running:
         allocator_kept: whether processes keep freed memory.
         served_at: where metrics are served; `None` for nowhere.
         backend: workers without a plan.
-        plan: what they get.
+        planned: what they get.
         stack: what is to be undone if it fails.
 
     Attributes:
         given: what the pipeline was asked for, for the next plan.
+        profile: that the plan was made from; `None` if it was given, or another rank has made it.
         members: the present workers.
         threads: intra-op threads of each CPU worker.
         links: for every stage but the last how values get to the next, in words.
@@ -105,9 +109,10 @@ class Running:
         allocator_kept: bool,
         served_at: Address | None,
         backend: Backend,
-        plan: Plan,
+        planned: Planned,
         stack: ExitStack,
     ) -> None:
+        plan, self.profile, _ = planned
         self.given = given
         self.dividing = Dividing(model)
         self._model = model
@@ -173,6 +178,7 @@ class Running:
             self._at_end(self.metrics.close, stack)
         publish(workers.board, self.description)
         listen(workers.board, known)
+        self.runner.steps.kept.sample_by(_sampling(self))
 
     def _served(self, where: Address | None, known: Known) -> MetricsServer | None:
         """A server of metrics at this address; ranks take one port after the other."""
@@ -256,14 +262,16 @@ class Running:
             request, note = with_one_replica(self.given.request, old, left)
             example = self.given.example
             replanning = Replanning(old, self._program, *example, backend, request, report)
-            plan = planning(replanning)
-            if plan is None:
+            plan, profile, stays = planning(replanning)
+            if stays:
+                self._predict(plan, profile)
                 return False
             fallbacks = self._planned_ahead(replanning)
             plan = replace_fields(plan, note=note or plan.note)
             backend.take(plan, is_given=False)
             plan = backend.broadcast_plan(self._program, plan)
             left.bring()
+            self.profile = profile
             self._switch(backend, plan)
             stack.pop_all()
         self._fallbacks = fallbacks
@@ -274,6 +282,23 @@ class Running:
             f"{old.summary}"
         )
         return True
+
+    def _predict(self, plan: Plan, profile: Profile | None) -> None:
+        """Have the workers go on with the same plan, of which something else is predicted now."""
+        if plan == self.plan:
+            return
+        self.profile, self.runner.plan = profile, plan
+        board = self.workers.board
+        self.runner.steps.use(board, plan, len(self.workers.devices))
+        self.description = replace_fields(
+            self.description,
+            plan=prediction(plan),
+            predicted_seconds=plan.predicted_step_seconds,
+            bound_seconds=plan.bound_seconds,
+        )
+        publish(board, self.description)
+        self.runner.steps.kept.go_on(self.about(), profile)
+        self.runner.steps.kept.happened(f"measured again, and the plan stays: {plan.summary}")
 
     def _switch(self, backend: Backend, plan: Plan) -> None:
         """Stop the workers and start others; if that fails, start those again that were there.
@@ -313,7 +338,7 @@ class Running:
             self.passes.begin()
             self._show(stack)
             stack.pop_all()
-        self.runner.steps.kept.go_on(self.about())
+        self.runner.steps.kept.go_on(self.about(), self.profile)
         self.members = self.members.changed(workers.members, workers.board.counted().steps)
         for scaler in self._scalers:
             scaler.go_on(self.runner.loss_device, workers)
@@ -481,6 +506,28 @@ class Running:
             self.saver.finish()
         finally:
             self.runner.close()
+
+
+def _sampling(running: Running) -> Callable[[int], Sample | None]:
+    """What says what workers hold and have done; it does not keep the pipeline alive."""
+    known = weakref.ref(running)
+
+    def sample(step: int) -> Sample | None:
+        here = known()
+        if here is None:
+            return None
+        workers = here.workers
+        status = status_of(here.description, workers.status(), workers.board.counted())
+        return Sample(
+            at=time.time(),
+            step=step,
+            memory=tuple(worker.memory for worker in status.workers),
+            most_memory=tuple(worker.most_memory for worker in status.workers),
+            worked=tuple(worker.worked_seconds for worker in status.workers),
+            waited=tuple(worker.waited_seconds for worker in status.workers),
+        )
+
+    return sample
 
 
 def _known(running: Running) -> Known:

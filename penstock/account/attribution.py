@@ -39,7 +39,7 @@ BETWEEN = ("optimizer", "clipping", AUDIT, "saving", EVALUATION, DATA, OUTSIDE)
 
 T = TypeVar("T")
 
-_MOMENT = 1e-4  # seconds; who waits no longer has found what it waited for
+_USUAL = 1.5  # times as long on their way as is usual: values that were not delayed
 
 
 @dataclass(frozen=True)
@@ -295,33 +295,50 @@ class _Pass:
         mean = sum(of.values()) / len(work)
         return {(w, a): s * mean / work[w] if work[w] else 0.0 for (w, a), s in even.items()}
 
-    @cached_property
+    @property
     def _delays(self) -> dict[WorkerAction, float]:
-        """How long what actions of other workers sent was under way.
+        """How long what actions of other workers sent was under way."""
+        return self._arrivals[0]
 
-        It is seen where somebody waited for it. Where nobody did it was there in time; then it is
-        taken to be as usual on its way, and at most what it can have been.
+    @property
+    def _reads(self) -> dict[WorkerAction, float]:
+        """How long it took to get values that were there already."""
+        return self._arrivals[1]
+
+    @cached_property
+    def _arrivals(self) -> tuple[dict[WorkerAction, float], dict[WorkerAction, float]]:
+        """For every action that needs another worker's values its delay, and its read.
+
+        How long values are under way is seen where somebody waited before they were sent. Who began
+        to wait later, and waited for most of that time, or about as long as is usual there in all,
+        waited for what was under way. Else it was there: it had been as long on its way as usual,
+        and the wait was for reading it.
         """
-        begun, waits, ended = self._begun, self._waits, self._ended
-        seen: dict[tuple[int, int, bool], list[float]] = {}
-        most: dict[WorkerAction, float] = {}
         found: dict[WorkerAction, float] = {}
+        late: dict[WorkerAction, tuple[float, float]] = {}
+        seen: dict[tuple[int, int, bool], list[float]] = {}
+        least: dict[tuple[int, int, bool], float] = {}
         for place, other in self._replay.before.items():
             if place[0] == other[0]:
                 continue
-            way = other[0], place[0], place[1].kind is Kind.FORWARD
-            took = max(0.0, begun[place] - ended[other])
-            waited = begun[place] - max(waits.get(place, begun[place]), ended[other])
-            if waited > _MOMENT or (waited > 0 and took == waited):
+            begun, ended = self._begun[place], self._ended[other]
+            since, took = self._waits.get(place, begun), max(0.0, begun - ended)
+            if since <= ended:
                 found[place] = took
-                seen.setdefault(way, []).append(took)
+                seen.setdefault(_way(place, other), []).append(took)
             else:
-                most[place] = took
-        for place, bound in most.items():
-            other = self._replay.before[place]
-            usual = seen.get((other[0], place[0], place[1].kind is Kind.FORWARD))
-            found[place] = min(bound, statistics.median(usual)) if usual else 0.0
-        return found
+                late[place] = took, begun - since
+                way = _way(place, other)
+                least[way] = min(took, least.get(way, took))
+        reads: dict[WorkerAction, float] = {}
+        for place, (took, waited) in late.items():
+            way = _way(place, self._replay.before[place])
+            usual = statistics.median(seen[way]) if way in seen else least[way]
+            if took <= _USUAL * usual or waited >= took / 2:
+                found[place] = took
+            else:
+                found[place], reads[place] = usual, waited
+        return found, reads
 
     @cached_property
     def _begun(self) -> dict[WorkerAction, float]:
@@ -364,13 +381,14 @@ class _Pass:
         yield IMBALANCE, Durations(expected)
         yield SLOW, Durations(self._usual)
         yield UNEVEN, Durations(self._work)
-        yield LINK, Durations(self._with(self._work, self._sends), self._delays)
+        yield LINK, Durations(self._with(self._work, self._sends, self._reads), self._delays)
         yield TURN, self._real
 
     @cached_property
     def _real(self) -> Durations:
         """Everything as it was."""
-        return Durations(self._with(self._work, self._sends, self._turns), self._delays)
+        every = self._with(self._work, self._sends, self._reads, self._turns)
+        return Durations(every, self._delays)
 
     # -- what is found ------------------------------------------------------------------------
 
@@ -382,10 +400,11 @@ class _Pass:
         """
         whole = self._span[1] - self._span[0]
         idle: list[list[float]] = [[] for _ in self._phases]
-        for _, durations in self._levels(normal):
-            end = self._replay.seconds(durations)
-            for own, work in zip(idle, self._replay.work(durations), strict=True):
-                own.append(max(0.0, end - work))
+        reads = self._replay.work(Durations(self._with(self._reads)))
+        for name, durations in self._levels(normal):
+            end, work = self._replay.seconds(durations), self._replay.work(durations)
+            for own, worked, read in zip(idle, work, reads, strict=True):
+                own.append(max(0.0, end - worked + (read if name in (LINK, TURN) else 0.0)))
         names = [name for name in WAITING if name not in (TURN, OVERHEAD)]
         found = []
         for phases, levels in zip(self._phases, idle, strict=True):
@@ -422,7 +441,7 @@ class _Pass:
         work = self._replay.work(Durations(expected))
         most = max(range(len(work)), key=work.__getitem__)
         yield Loss(IMBALANCE, without(fair, real.delays), most, self._longest_stage(most))
-        usual = self._with(self._usual, self._sends, self._turns)
+        usual = self._with(self._usual, self._sends, self._reads, self._turns)
         yield Loss(UNEVEN, without(usual, real.delays))
         hops: dict[int, float] = {}
         for (_, action), seconds in self._delays.items():
@@ -431,7 +450,8 @@ class _Pass:
         slowest_hop = max(hops, key=hops.__getitem__, default=None)
         at_once = self._with(self._work, self._turns)
         yield Loss(LINK, without(at_once, {}), stage=slowest_hop)
-        yield Loss(TURN, without(self._with(self._work, self._sends), real.delays))
+        in_turn = self._with(self._work, self._sends, self._reads)
+        yield Loss(TURN, without(in_turn, real.delays))
         once = {place: s - self._again.get(place, 0.0) for place, s in real.work.items()}
         yield Loss("recomputation", without(once, real.delays))
         balanced = Durations(self._balanced(self._work))
@@ -483,6 +503,11 @@ class _Pass:
                 self._blame(found, further, start, stop, depth - 1)
             else:
                 found[worker] = found.get(worker, 0.0) + stop - start
+
+
+def _way(place: WorkerAction, other: WorkerAction) -> tuple[int, int, bool]:
+    """From which worker to which other values go, and whether they are a forward's."""
+    return other[0], place[0], place[1].kind is Kind.FORWARD
 
 
 def _medians(of: Mapping[WorkerAction, float]) -> dict[WorkerAction, float]:

@@ -20,9 +20,13 @@ from penstock.board.runs import Description
 from penstock.errors import InputError
 from penstock.files import FolderLock, is_inside, save_whole, write_whole
 from penstock.plan.plan import Plan
+from penstock.profile.data import Profile
 
 ABOUT = "run.json"
-"""The file of a run's folder that says what was run; the others have a line for each item."""
+"""The file of a run's folder that says what was run; `*.jsonl` have a line for each item."""
+
+PROFILE = "profile.json"
+"""The file of a run's folder with the profile that the plan was made from, if it was not given."""
 
 _VERSION = 1
 _EARLIER = "earlier-"  # before the number of a folder with an earlier run
@@ -67,6 +71,27 @@ class Happened(NamedTuple):
     what: str
 
 
+class Sample(NamedTuple):
+    """What every worker held at a moment between two steps, and had done by then.
+
+    Attributes:
+        at: when, in seconds since 1970.
+        step: after so many steps.
+        memory: bytes of its device's memory that are in use, of a CPU worker's process; 0 where
+            that is not known.
+        most_memory: the most that were.
+        worked: the seconds that it has worked in passes.
+        waited: the seconds that it has waited for others in passes.
+    """
+
+    at: float
+    step: int
+    memory: tuple[int, ...]
+    most_memory: tuple[int, ...]
+    worked: tuple[float, ...]
+    waited: tuple[float, ...]
+
+
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """What was run, and where.
 
@@ -92,6 +117,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         about: what was run, and where.
         steps: the times of all steps, as far as they are kept, in order.
         records: what some steps did, in order.
+        samples: what workers held now and then, in order.
         events: what happened, in order.
         notes: what there is to say of the folder that it was read from.
     """
@@ -99,6 +125,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     about: About
     steps: Sequence[StepTimes] = ()
     records: Sequence[StepRecord] = ()
+    samples: Sequence[Sample] = ()
     events: Sequence[Happened] = ()
     notes: Sequence[str] = ()
 
@@ -108,9 +135,13 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return [steps for steps in self.steps if steps.step > self.about.since]
 
 
+Item = StepTimes | StepRecord | Sample | Happened
+"""What is written line by line."""
+
 _FILES: Mapping[type, str] = {
     StepTimes: "steps.jsonl",
     StepRecord: "records.jsonl",
+    Sample: "samples.jsonl",
     Happened: "events.jsonl",
 }
 
@@ -124,6 +155,7 @@ class RunFolder:
     Args:
         path: of the folder, which is made.
         about: what is run.
+        profile: that the plan was made from; `None` if it is not known.
 
     Attributes:
         path: the same, whatever the working directory.
@@ -134,7 +166,9 @@ class RunFolder:
             is being written there, as far as the file system can say.
     """
 
-    def __init__(self, path: str | os.PathLike[str], about: About) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], about: About, profile: Profile | None = None
+    ) -> None:
         self.path = Path(path).absolute()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -149,8 +183,8 @@ class RunFolder:
             )
         self.close = weakref.finalize(self, self._lock().release)
         try:
-            self._put_aside(_FILES)
-            self._write(about)
+            self._put_aside([*_FILES.values(), PROFILE])
+            self._write(about, profile)
         except OSError as error:
             self.close()
             raise InputError(f"run={str(path)!r} cannot be written: {error}") from error
@@ -158,14 +192,14 @@ class RunFolder:
             self.close()
             raise
 
-    def go_on(self, about: About) -> None:
+    def go_on(self, about: About, profile: Profile | None = None) -> None:
         """The run goes on with another plan: what was recorded by the old one is put aside.
 
         Raises:
             OSError: it cannot be written.
         """
-        self._put_aside([StepRecord])
-        self._write(about)
+        self._put_aside([_FILES[StepRecord], _FILES[Sample], PROFILE])
+        self._write(about, profile)
 
     def _lock(self) -> FolderLock:
         """A lock by which nobody else writes here.
@@ -190,15 +224,15 @@ class RunFolder:
             return ""
         return f" (process {found.pid} on {found.host})"
 
-    def _put_aside(self, kinds: Iterable[type]) -> None:
-        """Move the files of these kinds to a folder that says by which plan they were written.
+    def _put_aside(self, names: Iterable[str]) -> None:
+        """Move the files of these names to a folder that says by which plan they were written.
 
         A kill in the midst of this leaves a few of them here; the next start moves them as well.
 
         Raises:
             OSError: they cannot be moved.
         """
-        names = [_FILES[kind] for kind in kinds if (self.path / _FILES[kind]).exists()]
+        names = [name for name in names if (self.path / name).exists()]
         if not names:
             return
         content = (self.path / ABOUT).read_bytes()
@@ -209,10 +243,12 @@ class RunFolder:
         for name in names:
             (self.path / name).rename(folder / name)
 
-    def _write(self, about: About) -> None:
+    def _write(self, about: About, profile: Profile | None) -> None:
         save_whole(self.path / ABOUT, msgspec.json.format(msgspec.json.encode(about)), "run")
+        if profile is not None:
+            profile.save(self.path / PROFILE)
 
-    def add(self, item: StepTimes | StepRecord | Happened) -> None:
+    def add(self, item: Item) -> None:
         """Append something to the file of its kind.
 
         Raises:
@@ -251,13 +287,14 @@ def read_run(path: str | os.PathLike[str]) -> History:
                 "Pipeline(run=...) makes no such links; if you trust it, copy the file there"
             )
     about = _about(folder)
-    files = steps, records, events = [_items(folder, kind) for kind in _FILES]
+    files = steps, records, samples, events = [_items(folder, kind) for kind in _FILES]
     if _about(folder) != about:  # another plan, or another run, has come meanwhile
         return read_run(path)
     return History(
         about=about,
         steps=steps.items,
         records=records.items,
+        samples=samples.items,
         events=events.items,
         notes=[note for note in (_earlier(folder), *(f.note for f in files)) if note],
     )

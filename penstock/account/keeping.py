@@ -7,19 +7,22 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from penstock.account.attribution import Account, account
-from penstock.account.history import About, Happened, History, RunFolder, StepTimes
+from penstock.account.history import About, Happened, History, Item, RunFolder, Sample, StepTimes
 from penstock.account.record import StepRecord, usual
 from penstock.errors import InputError
 from penstock.plan.plan import Plan
+from penstock.profile.data import Profile
 
 _RECORDS, _TIMES, _EVENTS = 12, 4096, 256  # that are kept in memory
 _SHOWN = 3  # of the latest events, in a status
 _LINE = 160  # characters of each there
 _TOGETHER = 1.0  # seconds; steps that end within are noted together
+_SAMPLES = 500  # of the workers, in a time that is as long as the run so far
 
 
 class Kept:
@@ -35,6 +38,9 @@ class Kept:
         self._times = _Times(self._written)
         self._events: deque[Happened] = deque(maxlen=_EVENTS)
         self._accounts: tuple[Plan | None, list[tuple[StepRecord, Account]]] = (None, [])
+        self._samples: deque[Sample] = deque(maxlen=_TIMES)
+        self._sample: Callable[[int], Sample | None] = lambda step: None
+        self._began = self._next_sample = time.monotonic()
         self._steps = 0
         self._changed_after = 0
         weakref.finalize(self, _flush_here, self._times, os.getpid())  # also at a Ctrl-C
@@ -54,13 +60,29 @@ class Kept:
         """
         self._steps = number
         self._times.step(number, seconds, pass_seconds, rows)
+        now = time.monotonic()
+        if now >= self._next_sample and (sample := self._sample(number)) is not None:
+            every = max(_TOGETHER, (now - self._began) / _SAMPLES)
+            self._next_sample = now + every
+            self._samples.append(sample)
+            self._written.add(sample)
 
-    def go_on(self, about: About) -> None:
-        """The run goes on with another plan; what was recorded is of the old one."""
+    def sample_by(self, sample: Callable[[int], Sample | None]) -> None:
+        """Have this say now and then what workers do, after so many steps."""
+        self._sample = sample
+
+    def go_on(self, about: About, profile: Profile | None) -> None:
+        """The run goes on with another plan; what was recorded is of the old one.
+
+        Args:
+            about: what is run from now on.
+            profile: that the plan was made from, if it is known.
+        """
         self._times.flush()  # or steps of both plans would be noted together
         self.records = []
+        self._samples.clear()
         self._changed_after = self._steps
-        self._written.go_on(replace(about, since=self._changed_after))
+        self._written.go_on(replace(about, since=self._changed_after), profile)
 
     def close(self) -> None:
         """Write the steps that are not written yet, and close the folder."""
@@ -116,6 +138,7 @@ class Kept:
             about=replace(about, since=self._changed_after),
             steps=self._times.all(),
             records=self.records,
+            samples=list(self._samples),
             events=list(self._events),
             notes=[],
         )
@@ -131,7 +154,7 @@ class _Written:
     def __init__(self) -> None:
         self.folder: RunFolder | None = None
 
-    def add(self, item: StepTimes | StepRecord | Happened) -> None:
+    def add(self, item: Item) -> None:
         """Write something; if that fails, the run goes on without a folder."""
         if self.folder is not None:
             try:
@@ -139,11 +162,11 @@ class _Written:
             except OSError as error:
                 self._give_up(self.folder, error)
 
-    def go_on(self, about: About) -> None:
+    def go_on(self, about: About, profile: Profile | None) -> None:
         """Begin another part of the run's folder, with another plan or other workers."""
         if self.folder is not None:
             try:
-                self.folder.go_on(about)
+                self.folder.go_on(about, profile)
             except (OSError, InputError) as error:
                 self._give_up(self.folder, error)
 

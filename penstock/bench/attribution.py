@@ -2,7 +2,8 @@
 
     python -m penstock.bench attribution [--count 1000] [--seed 0] [--json FILE] [--record]
 
-Every pipeline has random stages, micro-batches, schedule, replicas and noise. Then one thing is
+Every pipeline has random stages, micro-batches, schedule, replicas and noise; in half of them it
+takes time to read the values of other workers. Then one thing is
 made wrong: a worker is slower than planned, a link is slow, a stage is planned to be longer than
 the others, or data come late. It is made so wrong that it costs more than anything else does,
 by the simulator: the step without it, beside the step with it. The account of the recorded step
@@ -25,7 +26,7 @@ from penstock.display.progress import callback
 from penstock.plan.decisions import StagePlan
 from penstock.plan.plan import Plan
 from penstock.plan.shares import dealt
-from penstock.schedule import Action, Costs, Event, build, placement_of
+from penstock.schedule import Action, Costs, Event, Kind, build, placement_of
 from penstock.simulate import Network, simulate
 
 CAUSES = (SLOW, LINK, IMBALANCE, DATA)
@@ -50,6 +51,7 @@ class Case:
         forward: the seconds of every stage's forward, as planned.
         noise: the seed of the random numbers by which actions differ.
         spread: by what share they differ at most.
+        read: seconds that a worker takes to read another's values, which it notes as waiting.
         cause: what is wrong.
         where: the worker, the stage, or the stage before the link that it is about.
         much: how wrong: a factor, or seconds.
@@ -63,6 +65,7 @@ class Case:
     forward: tuple[float, ...]
     noise: int
     spread: float = 0.02
+    read: float = 0.0
     cause: str = ""
     where: int = 0
     much: float = 0.0
@@ -133,13 +136,21 @@ class Case:
 
             def seconds(action: Action, slow: int = slow) -> float:
                 factor = self.much if self.placement[action.stage] == slow else 1.0
-                return costs.seconds(action) * factor * noise.uniform(1 - spread, 1 + spread)
+                took = costs.seconds(action) * factor * noise.uniform(1 - spread, 1 + spread)
+                return took + self._read_before(action)
 
             timeline = simulate(schedule, seconds, Network(latency, transfer))
             for worker, action, start, end in timeline.events:
                 numbered = action._replace(microbatch=share[action.microbatch])
                 found.append(Event(before + worker, numbered, start, end))
         return found
+
+    def _read_before(self, action: Action) -> float:
+        """Seconds for reading what an action begins with, if another worker sends it."""
+        kind, stage, _ = action
+        other = stage - 1 if kind is Kind.FORWARD else stage + 1
+        is_sent = kind is not Kind.WEIGHT and 0 <= other < self.stages
+        return self.read if is_sent and self.placement[other] != self.placement[stage] else 0.0
 
     @property
     def seconds(self) -> float:
@@ -164,7 +175,8 @@ class Case:
         for worker, action, start, end in sorted(self.events(), key=lambda e: (e.worker, e.start)):
             log = logs.setdefault(worker, [(begin, code(action, True))])
             log[-1] = log[-1][0], code(action, True)
-            log.append((begin + round(1e9 * start), code(action, False)))
+            read = self._read_before(action)
+            log.append((begin + round(1e9 * (start + read)), code(action, False)))
             log.append((begin + round(1e9 * end), 0))
         end = max(log[-1][0] for log in logs.values())
         driver = [Interval(PASS, begin, end)]
@@ -195,6 +207,7 @@ def case(random: Random) -> Case:
         replicas,
         tuple(_FORWARD * random.uniform(0.97, 1.03) for _ in range(stages)),
         random.getrandbits(32),
+        read=random.choice((0.0, random.uniform(1e-5, 1e-3))),
     )
     cause = random.choice(CAUSES)
     places = {SLOW: replicas * workers, LINK: stages - 1, IMBALANCE: stages, DATA: 1}

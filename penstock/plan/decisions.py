@@ -200,6 +200,12 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """Who runs what in which order: plans of the same layout differ in what they predict."""
+        stages = tuple((s.worker, s.calls, s.recompute) for s in self.stages)
+        return (self.schedule, self.rules, self.devices, self.shares, self.boundary_dtype, stages)
+
+    @property
     def cuts(self) -> tuple[int, ...]:
         """The first call of each stage except the first stage."""
         return tuple(stage.calls[0] for stage in self.stages[1:])

@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace as replace_fields
@@ -49,6 +49,20 @@ Each takes more than what it measures, so that in all it is about one and a half
 """
 
 
+class Planned(NamedTuple):
+    """A plan, and the profile that it was made from.
+
+    Attributes:
+        plan: the plan.
+        profile: `None` if the plan was given, or another process has made it.
+        stays: whether it is the plan in use, of which other things may be predicted.
+    """
+
+    plan: Plan
+    profile: Profile | None
+    stays: bool = False
+
+
 def decide_plan(
     plan: Plan | str | os.PathLike[str] | None,
     program: Program,
@@ -58,7 +72,7 @@ def decide_plan(
     request: Request,
     tune: bool,
     progress: Progress | None,
-) -> Plan:
+) -> Planned:
     """The plan that was given, or that of the file that was named; or a new one, see `plan_for`.
 
     Where several processes run the script, one of them decides for all.
@@ -75,7 +89,7 @@ def decide_plan(
     """
     check_parts(program.train, request.states)
     with backend.operation("the planning"):
-        made = None
+        made = costs = None
         if backend.leads and plan is not None:
             made = plan if isinstance(plan, Plan) else Plan.load(plan)
             if request.inference and not made.inference:
@@ -95,7 +109,7 @@ def decide_plan(
                 if request.replicas > 1 and (why := why_in_turns(program)):
                     _LOG.warning(why)
             backend.wait(progress)  # what workers do to start would be in the profile
-            made = plan_for(
+            planned = plan_for(
                 program,
                 args,
                 kwargs,
@@ -108,13 +122,14 @@ def decide_plan(
                 where=backend.probe,
                 progress=progress,
             )
+            made, costs = planned.plan, planned.profile
             backend.take(made, is_given=False)
             for sentence in advice(made):
                 _LOG.warning(sentence)
         decided = backend.broadcast_plan(program, made)
     edges = [first for stage in decided.stages for first, _, _ in stage.spans]
     program.check_cuts([edge for edge in edges if edge > 0])
-    return decided
+    return Planned(decided, costs)
 
 
 def _check_room(plan: Plan, request: Request) -> None:
@@ -189,18 +204,23 @@ class Replanning:
         )
 
 
-def better_plan(of: Replanning) -> Plan | None:
-    """A plan on the same devices that is faster by a new profile; `None` if none is."""
+def better_plan(of: Replanning) -> Planned:
+    """A plan on the same devices that is faster by a new profile.
+
+    If there is none it is the plan in use, with what the new profile predicts of it, where that is
+    known.
+    """
     plan, same, costs = of.plan, of.same, of.costs(fresh=True)
     best = plans_on_any(costs, same, limits=limits_of(of.backend))[0]
-    if (best.cuts, best.placement, best.schedule, best.devices, best.shares) == (
-        *(plan.cuts, plan.placement, plan.schedule, plan.devices, plan.shares),
-    ):
-        return None
-    return best if best.predicted_step_seconds < _WORTH * _now(of, best, costs) else None
+    if best.layout == plan.layout:
+        return _planned(best, costs)._replace(stays=True)
+    now, seconds = _now(of, best, costs)
+    if best.predicted_step_seconds < _WORTH * seconds:
+        return _planned(best, costs)
+    return _planned(now if now.layout == plan.layout else plan, costs)._replace(stays=True)
 
 
-def plan_on_others(of: Replanning) -> Plan:
+def plan_on_others(of: Replanning) -> Planned:
     """The best plan on other devices.
 
     Raises:
@@ -209,11 +229,18 @@ def plan_on_others(of: Replanning) -> Plan:
     """
     if of.request.replicas != "auto":
         of.backend.check_replicas(of.request.replicas)
-    return plans_on_any(of.costs(fresh=False), of.same, limits=limits_of(of.backend))[0]
+    costs = of.costs(fresh=False)
+    return _planned(plans_on_any(costs, of.same, limits=limits_of(of.backend))[0], costs)
 
 
-def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> float:
-    """What is predicted of the plan in use by new profiles.
+def _planned(plan: Plan, costs: Sequence[Profile]) -> Planned:
+    """A plan, with that of these profiles that was measured for as many workers."""
+    fitting = (own for own in costs if len(own.devices) == len(plan.devices))
+    return Planned(plan, next(fitting, costs[0]))
+
+
+def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> tuple[Plan, float]:
+    """The plan in use by new profiles, as far as it is found again, and the seconds of a step.
 
     Args:
         of: the plan, and what was asked of it.
@@ -222,7 +249,7 @@ def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> float:
     """
     plan, limits = of.plan, limits_of(of.backend)
     if len(plan.devices) == 1:
-        return best.one_device_seconds or best.predicted_step_seconds
+        return plan, best.one_device_seconds or best.predicted_step_seconds
     as_it_is = replace(
         of.same,
         schedule=plan.schedule if len(plan.stages) > 1 and not plan.inference else "auto",
@@ -230,7 +257,8 @@ def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> float:
         stages_per_worker="auto",
         replicas=plan.replicas,
     )
-    return plans_on_any(costs, as_it_is, limits=limits)[0].predicted_step_seconds
+    found = plans_on_any(costs, as_it_is, limits=limits)[0]
+    return found, found.predicted_step_seconds
 
 
 def limits_of(backend: Backend) -> Limits:
@@ -263,7 +291,7 @@ def plan_for(
     threads: int = 0,
     where: LinkProbe | None = None,
     progress: Progress | None = None,
-) -> Plan:
+) -> Planned:
     """Profile the program, and plan for the devices of one of several lists.
 
     Args:
@@ -298,9 +326,9 @@ def plan_for(
         progress=progress,
     )
     if not tune:
-        return plans_on_any(costs, request, limits=limits)[0]
+        return _planned(plans_on_any(costs, request, limits=limits)[0], costs)
     best = plans_on_any(costs, request, TUNED, limits)
-    return tuned(program, args, kwargs, best, progress=progress)[0][1]
+    return _planned(tuned(program, args, kwargs, best, progress=progress)[0][1], costs)
 
 
 def profiles_for(

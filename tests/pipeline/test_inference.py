@@ -183,7 +183,7 @@ def test_other_workers_are_for_inference_as_well() -> None:
 def test_replicas_and_one_device_are_compared_as_well() -> None:
     program = ps.capture(mlp(8, 64, 64, 8), (X,))
     choices, request = [[CPU], [CPU, CPU]], Request(inference=True)
-    found = plan_for(program, choices=choices, request=request, seconds=1.0)
+    found = plan_for(program, choices=choices, request=request, seconds=1.0).plan
     kinds = {(c.way, c.replicas, c.stages) for c in found.considered}
     assert {("one device", 1, 1), ("pipeline", 1, 2), ("data parallel", 2, 1)} <= kinds
 

@@ -72,6 +72,7 @@ def test_it_is_part_of_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "pass_overhead", lambda workers: 100.0 * workers)
     program = ps.capture(mlp(8, 8, 8), (X,))
     devices = [torch.device("cpu")] * 2
-    plan = planner.plan_for(program, choices=[devices], request=Request(replicas=2), seconds=0.1)
+    chosen = planner.plan_for(program, choices=[devices], request=Request(replicas=2), seconds=0.1)
+    plan = chosen.plan
     assert plan.pass_seconds == 200.0
     assert 200.0 < plan.predicted_step_seconds < 201.0

@@ -91,7 +91,7 @@ def test_the_fastest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         return [[float(len(plans) - k)] for k in range(len(plans))]
 
     monkeypatch.setattr("penstock.planning.planner.measured", the_last_is_fastest)
-    chosen = plan_for(program, choices=[CPU], request=Request(), tune=True)
+    chosen = plan_for(program, choices=[CPU], request=Request(), tune=True).plan
     assert len(seen) > 1
     assert chosen == seen[-1]
     kinds = {(plan.way, plan.schedule, plan.num_microbatches) for plan in seen}
