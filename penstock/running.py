@@ -214,8 +214,10 @@ class Running:
     def notes(self) -> list[str]:
         """What there is to say of the run: whether the plan holds, and what happened lately."""
         kept = self.runner.steps.kept
-        found = drift(kept.accounts(self.plan), self.plan)
-        notes = [str(found)] if found is not None and found.has_news else []
+        seconds = self.workers.board.counted().planned_seconds
+        found = drift(kept.accounts(self.plan), self.plan, seconds)
+        notes = ["; ".join(found.reasons)] if found is not None and found.has_news else []
+        notes = [note for note in notes if note]
         also = self._also_noted()
         return [*notes, *(also() if also is not None else ()), *kept.latest()]
 

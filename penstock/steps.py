@@ -39,11 +39,17 @@ OPTIMIZER = "optimizer"
 T = TypeVar("T")
 
 _FIRST, _LAST = 2, 5  # the earliest steps that are recorded, from 0; before them caches are cold
+_OFTEN = 64  # steps, of which one is recorded
 _TRIES = 16  # steps that are recorded until there is one without an audit
 
 
 def _is_sampled(number: int) -> bool:
-    """Whether the passes of a step are recorded without being asked for: few, and ever fewer."""
+    """Whether the passes of a step are recorded without being asked for: few of them."""
+    return _is_kept(number) or (number > 0 and number % _OFTEN == 0)
+
+
+def _is_kept(number: int) -> bool:
+    """Whether what is recorded of a step is written to the folder of its run: ever fewer are."""
     return _FIRST <= number <= _LAST or (number > _LAST and is_power_of_two(number))
 
 
@@ -331,7 +337,8 @@ class Steps:
         else:
             self._tries = _TRIES if is_sampled else max(0, self._tries - 1)
         if self.is_asked or is_sampled or not record.is_audited:
-            self.kept.record(record)
+            is_kept = self.is_asked or not is_sampled or _is_kept(self._number)
+            self.kept.record(record, is_kept)
         self.is_asked = False
 
     def _note(self, now: int, duration: int, rows: int, tokens: int) -> None:

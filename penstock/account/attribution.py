@@ -203,19 +203,27 @@ def _summed(losses: Iterable[Loss]) -> Iterator[Loss]:
 
 
 def _speed(passes: Sequence[_Pass], plan: Plan) -> tuple[float, tuple[float | None, ...]]:
-    """How many times as long as planned a normal worker's actions take, and those of each.
-
-    Normal is the faster half's slowest, so that one slow worker is told from a slow machine.
-    """
+    """How many times as long as planned a normal worker's actions take, and those of each."""
     workers = len(plan.devices)
     measured, planned = [0.0] * workers, [0.0] * workers
     for each in passes:
         for worker, (took, should) in enumerate(each.usual_and_planned()):
             measured[worker] += took
             planned[worker] += should
-    ratios = [m / p if p else None for m, p in zip(measured, planned, strict=True)]
+    ratios = tuple(m / p if p else None for m, p in zip(measured, planned, strict=True))
+    return normal_of(ratios), ratios
+
+
+def normal_of(ratios: Sequence[float | None]) -> float:
+    """How many times as long as planned actions take on a worker that is not slow.
+
+    It is that of the faster half's slowest, so that one slow worker is told from a slow machine.
+
+    Args:
+        ratios: the same of every worker; `None` if it had nothing to do.
+    """
     known = [ratio for ratio in ratios if ratio is not None]
-    return statistics.median_low(known) if known else 1.0, tuple(ratios)
+    return statistics.median_low(known) if known else 1.0
 
 
 class _Pass:

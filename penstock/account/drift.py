@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.account.attribution import OVERHEAD, Account
+from penstock.account.attribution import OVERHEAD, Account, normal_of
 from penstock.plan.decisions import Candidate
 from penstock.plan.plan import Plan
 from penstock.units import show_seconds
 
 _NOTABLE = 1.1  # times as slow as predicted
+_LATEST = 6  # accounts that are looked at: what was long ago says nothing of now
 _BETTER = 0.97  # of the time of a step, that another plan must take at most to be named
 
 
@@ -21,11 +22,12 @@ class Drift:
 
     Attributes:
         steps: how many were looked at.
-        measured_seconds: of their passes, the median.
+        measured_seconds: of the passes of the latest steps, the median.
         predicted_seconds: of a step, by the plan.
         calibrated_seconds: what is predicted now, from what actions usually took in these steps.
         machine: how many times as long as planned actions take on a worker that is not slow.
-        workers: the same of every worker; `None` if it had nothing to do.
+        workers: the same of every worker; `None` if it had nothing to do. `machine` is that of the
+            slowest of the faster half.
         better: what would be faster than the plan now, of what was considered; `None` if nothing.
         better_seconds: what is predicted of it now.
         microbatches: of a batch, by the plan.
@@ -58,7 +60,13 @@ class Drift:
 
     def __str__(self) -> str:
         took, said = show_seconds(self.measured_seconds), show_seconds(self.predicted_seconds)
-        parts = [f"a step takes {took}, {self.ratio:.2f} times the predicted {said}"]
+        first = f"a step takes {took}, {self.ratio:.2f} times the predicted {said}"
+        return "; ".join([first, *self.reasons])
+
+    @property
+    def reasons(self) -> list[str]:
+        """What explains it, and what would be better now, in words."""
+        parts = []
         explains = (self.ratio > 1) == (self.machine > 1)
         if self.is_notable and explains and not 1 / _NOTABLE <= self.machine <= _NOTABLE:
             slower = "slower" if self.machine >= 1 else "faster"
@@ -68,10 +76,13 @@ class Drift:
             if ratio is not None and ratio > _NOTABLE * self.machine:
                 than = f"{ratio / self.machine:.2f} times slower than the others"
                 parts.append(f"worker {worker} is {than}, against the plan")
+        if self.is_notable:
+            now = show_seconds(self.calibrated_seconds)
+            parts.append(f"by what actions take now, a step is predicted to take {now}")
         if self.better is not None:
             faster = show_seconds(self.better_seconds)
             parts.append(f"{_named(self.better)} would take {faster} now{self._what_changes}")
-        return "; ".join(parts)
+        return parts
 
     @property
     def _what_changes(self) -> str:
@@ -85,31 +96,34 @@ class Drift:
         )
 
 
-def drift(accounts: Sequence[Account], plan: Plan) -> Drift | None:
+def drift(accounts: Sequence[Account], plan: Plan, seconds: float | None = None) -> Drift | None:
     """What steps took beside what was predicted.
 
     Args:
-        accounts: of steps; only those count whose batch had the size for which the plan was made.
+        accounts: of steps; only the latest of those count whose batch had the size for which the
+            plan was made.
         plan: by which they ran.
+        seconds: of the passes of the latest steps, the median; that of the accounts by default.
 
     Returns:
         `None` if there are no such accounts.
     """
-    accounts = [found for found in accounts if found.as_planned]
+    accounts = [found for found in accounts if found.as_planned][-_LATEST:]
     if not accounts:
         return None
-    machine = statistics.median(found.normal for found in accounts)
     ratios = list(zip(*(found.speed for found in accounts), strict=True))
-    workers = [[ratio for ratio in own if ratio is not None] for own in ratios]
+    known = [[ratio for ratio in own if ratio is not None] for own in ratios]
+    workers = tuple(statistics.median(own) if own else None for own in known)
+    machine = normal_of(workers)
     calibrated = statistics.median(found.usual_seconds for found in accounts)
     better, seconds = _better(accounts, plan, machine, calibrated)
     return Drift(
         steps=len(accounts),
-        measured_seconds=statistics.median(found.pass_seconds for found in accounts),
+        measured_seconds=seconds or statistics.median(found.pass_seconds for found in accounts),
         predicted_seconds=plan.predicted_step_seconds,
         calibrated_seconds=calibrated,
         machine=machine,
-        workers=tuple(statistics.median(own) if own else None for own in workers),
+        workers=workers,
         better=better,
         better_seconds=seconds,
         microbatches=plan.num_microbatches,

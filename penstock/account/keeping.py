@@ -89,10 +89,14 @@ class Kept:
         self._times.flush()
         self._written.close()
 
-    def record(self, record: StepRecord) -> None:
+    def record(self, record: StepRecord, is_written: bool = True) -> None:
         """A step was recorded, which is the latest; if there are too many, one is forgotten.
 
         It is the oldest of those with an audit, which do not stand for others, or else of all.
+
+        Args:
+            record: what was recorded.
+            is_written: whether it is written to the folder of the run, which keeps all of them.
         """
         self._times.flush()
         records = [*self.records, record]
@@ -100,7 +104,8 @@ class Kept:
             audited = (k for k, each in enumerate(records) if each.is_audited)
             del records[next(audited, 0)]
         self.records = records
-        self._written.add(record)
+        if is_written:
+            self._written.add(record)
 
     def happened(self, what: str) -> None:
         """Note an event, in words, after the latest step."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import statistics
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -193,6 +194,20 @@ class Counted:
     others: int
     begun: int
     latest: Sequence[StepTime]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median time of the passes of the latest steps; `None` before the first."""
+        return _median(self.latest)
+
+    @property
+    def planned_seconds(self) -> float | None:
+        """The same of those whose batch had the size for which the plan was made."""
+        return _median([step for step in self.latest if step.as_planned])
+
+
+def _median(steps: Sequence[StepTime]) -> float | None:
+    return statistics.median(step.duration for step in steps) / 1e9 if steps else None
 
 
 class Board:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -235,7 +234,7 @@ def status_of(
         evaluations=counted.others,
         rows=counted.rows,
         tokens=counted.tokens,
-        step_seconds=pace.duration,
+        step_seconds=counted.step_seconds,
         predicted_seconds=description.predicted_seconds,
         bound_seconds=description.bound_seconds,
         steps_per_second=pace.per_second([1] * len(counted.latest)),
@@ -254,7 +253,7 @@ def status_of(
         ),
         ranks=description.ranks,
         rank=description.rank,
-        planned_step_seconds=pace.planned,
+        planned_step_seconds=counted.planned_seconds,
     )
 
 
@@ -268,8 +267,6 @@ class _Pace:
 
     def __init__(self, counted: Counted) -> None:
         self._latest = counted.latest
-        self.duration = _median([step.duration for step in counted.latest])
-        self.planned = _median([step.duration for step in counted.latest if step.as_planned])
 
     def per_second(self, amounts: Sequence[int]) -> float | None:
         """How much of this per second, from the end of the first of them on."""
@@ -284,11 +281,6 @@ def _here(worker: Worker, description: Description) -> Process:
     if worker.host == description.host:
         return process_of(worker.pid)
     return Process(0, 0, "running")
-
-
-def _median(durations: Sequence[int]) -> float | None:
-    """The median of durations in nanoseconds, in seconds; `None` without any."""
-    return statistics.median(durations) / 1e9 if durations else None
 
 
 def _worker(
