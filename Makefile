@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs
+BROWSER := $(VENV)/.browser
 
-.PHONY: setup demo test test-torch test-share test-slow test-cuda bench-cuda zoo faults resume elastic fuzz lint bench figures docs clean
+.PHONY: setup demo test test-torch test-share test-slow test-cuda test-browser bench-cuda zoo faults resume elastic fuzz lint bench figures docs clean
 
 setup: $(READY)
 
@@ -50,6 +51,14 @@ test-slow: $(READY)
 test-cuda: $(READY)
 	$(BIN)/pytest -m cuda --timeout 600
 
+# Reports and traces in Chromium, which has to be there already.
+test-browser: $(BROWSER)
+	$(BIN)/pytest tests/observe/test_report_page.py tests/observe/test_trace_page.py
+
+$(BROWSER): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[browser]' -c constraints.txt
+	@touch $(BROWSER)
+
 # What Penstock costs on this machine's GPUs, and what stages and replicas gain there.
 bench-cuda: $(READY)
 	@mkdir -p out
@@ -92,8 +101,9 @@ bench: $(READY)
 	$(BIN)/python -W ignore -m penstock.bench generation --json out/generation.json
 
 # What README shows: measured, kept in docs/data, and written into the page. Take a quiet machine.
-figures: $(READY)
+figures: $(READY) $(BROWSER)
 	@mkdir -p docs/data
+	$(BIN)/python -m penstock.bench pictures
 	$(BIN)/penstock bench --quick --output out/figures
 	$(BIN)/python -m penstock.bench record out/figures/bench.json bench
 	cp out/figures/bars.png out/figures/sweep.png docs/images/

@@ -867,7 +867,8 @@ class Pipeline:
         """
         workers = self._workers
         status = status_of(self._running.description, workers.status(), workers.board.counted())
-        return replace(status, notes=tuple(self._running.notes()))
+        events = tuple(self._runner.steps.kept.latest())
+        return replace(status, notes=tuple(self._running.notes()), events=events)
 
     def on_step(self, hook: StepHook) -> RemovableHandle:
         """Call a function after every training step, such as a logger's.

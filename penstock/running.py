@@ -22,7 +22,7 @@ from penstock.audit.auditor import Auditor
 from penstock.board.control import Known, listen
 from penstock.board.metrics import Address, MetricsServer
 from penstock.board.runs import Run, publish
-from penstock.board.status import status_of
+from penstock.board.status import News, status_of
 from penstock.capture import Program
 from penstock.changing import Dividing, Fallbacks, Given, Planning, with_one_replica
 from penstock.checkpoint.saver import Saver
@@ -212,14 +212,14 @@ class Running:
         )
 
     def notes(self) -> list[str]:
-        """What there is to say of the run: whether the plan holds, and what happened lately."""
+        """What there is to say of the run, such as that the plan holds no more."""
         kept = self.runner.steps.kept
         seconds = self.workers.board.counted().planned_seconds
         found = drift(kept.accounts(self.plan), self.plan, seconds)
         notes = ["; ".join(found.reasons)] if found is not None and found.has_news else []
         notes = [note for note in notes if note]
         also = self._also_noted()
-        return [*notes, *(also() if also is not None else ()), *kept.latest()]
+        return [*notes, *(also() if also is not None else ())]
 
     def note_also(self, what: Callable[[], list[str]]) -> None:
         """Have what a method says among the notes, as long as its object is there."""
@@ -552,7 +552,7 @@ def _known(running: Running) -> Known:
 
     return {
         "stacks": stacks,
-        "notes": lambda: here().notes(),
+        "news": lambda: News(tuple(here().notes()), tuple(here().runner.steps.kept.latest())),
         "history": lambda: here().runner.steps.kept.history(about),
         "record": record,
     }

@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.account.record import StepRecord
 from penstock.board.runs import Description
+from penstock.board.status import Happened
 from penstock.errors import InputError
 from penstock.files import FolderLock, is_inside, save_whole, write_whole
 from penstock.plan.plan import Plan
@@ -55,20 +56,6 @@ class StepTimes(NamedTuple):
     slowest: int
     slowest_seconds: float
     rows: int
-
-
-class Happened(NamedTuple):
-    """Something that happened in a run.
-
-    Attributes:
-        at: when, in seconds since 1970.
-        step: after so many steps.
-        what: in words.
-    """
-
-    at: float
-    step: int
-    what: str
 
 
 class Sample(NamedTuple):

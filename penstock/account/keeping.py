@@ -12,15 +12,15 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from penstock.account.attribution import Account, account
-from penstock.account.history import About, Happened, History, Item, RunFolder, Sample, StepTimes
+from penstock.account.history import About, History, Item, RunFolder, Sample, StepTimes
 from penstock.account.record import StepRecord, usual
+from penstock.board.status import Happened
 from penstock.errors import InputError
 from penstock.plan.plan import Plan
 from penstock.profile.data import Profile
 
 _RECORDS, _TIMES, _EVENTS = 12, 4096, 256  # that are kept in memory
 _SHOWN = 3  # of the latest events, in a status
-_LINE = 160  # characters of each there
 _TOGETHER = 1.0  # seconds; steps that end within are noted together
 _SAMPLES = 500  # of the workers, in a time that is as long as the run so far
 
@@ -114,12 +114,9 @@ class Kept:
         self._events.append(event)
         self._written.add(event)
 
-    def latest(self) -> list[str]:
-        """The latest events, oldest first, in a line each."""
-        return [
-            _in_a_line(f"after step {event.step}: {event.what}")
-            for event in [*self._events][-_SHOWN:]
-        ]
+    def latest(self) -> list[Happened]:
+        """The latest events, oldest first."""
+        return [*self._events][-_SHOWN:]
 
     def accounts(self, plan: Plan) -> list[Account]:
         """Where the time of the recorded steps went; every one of them is looked at once.
@@ -241,10 +238,3 @@ def _flush_here(times: _Times, process: int) -> None:
     """Note the steps that are not noted yet, if this is the process, and not a fork of it."""
     if os.getpid() == process:
         times.flush()
-
-
-def _in_a_line(text: str) -> str:
-    """The first line of it, as far as there is room."""
-    text = text.strip()
-    first = text.partition("\n")[0]
-    return first if first == text and len(first) <= _LINE else f"{first[: _LINE - 1].rstrip()}…"

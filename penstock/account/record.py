@@ -90,7 +90,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_audited(self) -> bool:
         """Whether a micro-batch was audited meanwhile, which only few steps are."""
-        return any(interval.what == AUDIT for interval in self.driver)
+        return self.audit_seconds > 0
+
+    @property
+    def audit_seconds(self) -> float:
+        """How long the script's thread had a micro-batch audited."""
+        audits = (i.end - i.begin for i in self.driver if i.what == AUDIT)
+        return sum(audits) / 1e9
 
 
 def usual(records: Sequence[StepRecord]) -> list[StepRecord]:

@@ -29,15 +29,18 @@ _LEAST = 0.01  # of a step's time, that is worth a line
 
 _CURES = {
     IMBALANCE: (
-        'Cut stage {stage} ({calls}) elsewhere: cuts=[...], schedule="interleaved", or tune=True',
+        "Cut stage {stage} ({calls}) elsewhere: pipe.replan() measures where; cuts=[...], "
+        'schedule="interleaved" or tune=True when the pipeline is built',
         "worker {worker} has more to do than the others, by the plan",
     ),
     SLOW: (
-        "See what else runs on the device of worker {worker}, or plan with a fresh profile",
+        "See what else runs on the device of worker {worker}; pipe.replan() gives it less, if it "
+        "is another device than those of the others",
         "it takes longer for its stages than planned, beside the others",
     ),
     LINK: (
-        'Send less (boundary_dtype=torch.bfloat16), or by reference (workers="threads")',
+        "Send less (boundary_dtype=torch.bfloat16, which changes bits), or by reference "
+        '(workers="threads") where workers are processes of one machine',
         "values of stage {stage} were under way while the next stage waited for them",
     ),
     "recomputation": ('recompute="none", if the memory is there', "forwards run a second time"),
@@ -51,7 +54,7 @@ _CURES = {
     ),
     DATA: ("More workers of the DataLoader, or pin_memory=True", "the workers wait for data"),
     OUTSIDE: (
-        "Profile the script between its steps; pipe.loading(batches) tells how much of it is data",
+        "Profile the script between its steps{loading}",
         "the workers wait while the script does other things",
     ),
     "optimizer": (
@@ -63,8 +66,10 @@ _CURES = {
         "replicas wait for the turn of their micro-batches",
     ),
 }
-"""For causes what to try, and why: with worker and stage of a `Loss`, its calls, and the
-number of micro-batches."""
+"""For causes what to try, and why: with worker and stage of a `Loss`, its calls, the number of
+micro-batches, and what tells data from other things that the script does, unless it is used."""
+
+_LOADING = "; pipe.loading(batches) tells how much of it is data"
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ def _of_losses(found: Sequence[Loss], whole: float, plan: Plan) -> Iterator[Sugg
         whole: seconds of a step.
         plan: by which it ran.
     """
+    loading = _LOADING if all(loss.cause != DATA for loss in found) else ""
     for loss in found:
         if loss.cause in _CURES:
             stage = plan.stages[loss.stage or 0]
@@ -115,6 +121,7 @@ def _of_losses(found: Sequence[Loss], whole: float, plan: Plan) -> Iterator[Sugg
                     calls=f"{stage.first} … {stage.last}",
                     worker=loss.worker,
                     count=plan.num_microbatches,
+                    loading=loading,
                 )
                 for text in _CURES[loss.cause]
             )

@@ -134,17 +134,18 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def watched(report: dict[str, Any]) -> str:
-    """How many times as long steps take with the board, and while they are recorded."""
-    lines = ["| | a step | with the board | recorded |", "|---|---|---|---|"]
+    """How many times as long steps take with the board, while others ask, and recorded."""
+    lines = [
+        "| | a step | with the board | status and metrics | recorded |",
+        "|---|---|---|---|---|",
+    ]
     for each in report["costs"]:
-        board, recorded = (
+        ratios = " | ".join(
             f"{median:.3f}x ({low:.3f} to {high:.3f})"
-            for median, low, high in (each["board"], each["recorded"])
+            for median, low, high in (each["board"], each["asked"], each["recorded"])
         )
         name = f"{each['model']}, {each['workers']}"
-        lines.append(
-            f"| {name} | {show_seconds(each['milliseconds'] / 1e3)} | {board} | {recorded} |"
-        )
+        lines.append(f"| {name} | {show_seconds(each['milliseconds'] / 1e3)} | {ratios} |")
     return "\n".join([*lines, "", f"Medians of pairs, with 95 % intervals. {_where(report)}"])
 
 

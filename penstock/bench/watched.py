@@ -4,7 +4,9 @@
         [--seconds 60] [--json FILE] [--record]
 
 One pipeline takes steps of three kinds in turns: as always; with workers that note nothing on their
-records; and recorded, as a few steps are for reports, with everything that is done for it. The
+records; and recorded, as a few steps are for reports, with everything that is done for it. Then it
+takes steps for half a second in turns with and without somebody who asks: in each such half second
+`pipe.status()` is called, and the metrics are scraped over HTTP by a thread of this process. The
 ratios are medians of pairs, with the interval in which 95 % of the medians of resampled pairs lie.
 """
 
@@ -12,20 +14,25 @@ from __future__ import annotations
 
 import random
 import statistics
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from urllib.request import urlopen
 
 import penstock as ps
 from penstock.bench import record
 from penstock.bench.guarded import interval
-from penstock.bench.subjects import Subject, subjects
+from penstock.bench.subjects import Subject, gpt2_like, subjects, tokens
 from penstock.board.memory import Record
 from penstock.workers.processes.worker_state import WorkerState
 
 _WARM_UP = 5  # turns
 _FEWEST = 5  # turns, however long they take
+_BLOCK = 0.5  # seconds of steps in which the state is asked for once
 _TIMEOUT = 60.0  # seconds
 
 
@@ -88,6 +95,17 @@ def _note_again(own: WorkerState) -> None:
         own.record = own.record.instead
 
 
+def _gpt() -> Subject:
+    """A language model of which a step takes some tens of milliseconds: many pairs in a minute."""
+    layers, width, rows, length = 6, 128, 8, 64
+    return replace(
+        subjects(False)["gpt"],
+        name=f"{layers} layers like GPT-2, width {width}, {rows} rows of {length} tokens",
+        build=partial(gpt2_like, layers, width, 4, length),
+        data=partial(tokens, rows, length),
+    )
+
+
 def cost(subject: Subject, seconds: float, workers: Any) -> dict[str, Any]:
     """Train for a while, and say what each kind of step took.
 
@@ -100,7 +118,7 @@ def cost(subject: Subject, seconds: float, workers: Any) -> dict[str, Any]:
     model = subject.build()
     spent: dict[str, list[float]] = {"as always": [], "silent": [], "recorded": []}
     with ps.Pipeline(
-        model, (x,), devices=["cpu", "cpu"], workers=workers, replicas=1, audit=None
+        model, (x,), devices=["cpu", "cpu"], workers=workers, replicas=1, audit=None, metrics=0
     ) as pipe:
         steps, silence = pipe._runner.steps, _Silence(pipe)
 
@@ -119,6 +137,7 @@ def cost(subject: Subject, seconds: float, workers: Any) -> dict[str, Any]:
         while time.perf_counter() < end or len(spent["silent"]) < _WARM_UP + _FEWEST:
             for kind in random.sample([*spent], len(spent)):
                 spent[kind].append(step(kind))
+        asked = _asked(pipe, lambda: step("as always"), seconds)
     always = spent["as always"][_WARM_UP:]
     board = _ratios(always, spent["silent"][_WARM_UP:])
     recorded = _ratios(spent["recorded"][_WARM_UP:], always)
@@ -129,7 +148,33 @@ def cost(subject: Subject, seconds: float, workers: Any) -> dict[str, Any]:
         "milliseconds": 1e3 * statistics.median(always),
         "board": board,
         "recorded": recorded,
+        "asked": asked,
     }
+
+
+def _asked(pipe: ps.Pipeline, step: Callable[[], float], seconds: float) -> list[float]:
+    """How many times as long steps take if the state and the metrics are asked for meanwhile."""
+    spent: dict[bool, list[float]] = {False: [], True: []}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(spent[True]) < _WARM_UP + _FEWEST:
+        for is_asked in random.sample([False, True], 2):
+            asking = threading.Thread(target=_scrape, args=(pipe.metrics,))
+            begun, count = time.perf_counter(), 0
+            if is_asked:
+                asking.start()
+                pipe.status()
+            while time.perf_counter() - begun < _BLOCK:
+                step()
+                count += 1
+            if is_asked:
+                asking.join()
+            spent[is_asked].append((time.perf_counter() - begun) / count)
+    return _ratios(spent[True][_WARM_UP:], spent[False][_WARM_UP:])
+
+
+def _scrape(url: str) -> None:
+    with urlopen(url, timeout=_TIMEOUT) as answer:
+        answer.read()
 
 
 def _ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -144,18 +189,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default="gpt,tiny")
     parser.add_argument("--workers", default="threads,processes")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each of them")
-    parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(arguments)
     found = []
     for name in options.models.split(","):
         for workers in options.workers.split(","):
-            each = cost(subjects(options.quick)[name], options.seconds, workers)
+            subject = _gpt() if name == "gpt" else subjects(False)[name]
+            each = cost(subject, options.seconds, workers)
             found.append(each)
-            board, recorded = each["board"], each["recorded"]
+            ratios = ", ".join(
+                f"{what} {each[what][0]:.4f} ({each[what][1]:.4f} to {each[what][2]:.4f})"
+                for what in ("board", "asked", "recorded")
+            )
             print(
-                f"{each['model']}, {workers}: board {board[0]:.4f} ({board[1]:.4f} to "
-                f"{board[2]:.4f}), recorded {recorded[0]:.4f} ({recorded[1]:.4f} to "
-                f"{recorded[2]:.4f}); {each['turns']} turns, {each['milliseconds']:.2f} ms a step",
+                f"{each['model']}, {workers}: {ratios}; {each['turns']} turns, "
+                f"{each['milliseconds']:.2f} ms a step",
                 flush=True,
             )
     record.save("watched", {"costs": found}, options)

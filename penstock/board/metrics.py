@@ -218,6 +218,7 @@ class Collector:
         times = {
             "step": (status.step_seconds, "Median time of the latest steps' passes."),
             "predicted_step": (status.predicted_seconds, "Time of a step, by the plan."),
+            "bound_step": (status.bound_seconds, "The least time of a step, by the plan."),
         }
         for name, (seconds, help_text) in times.items():
             if seconds is not None:
@@ -232,6 +233,14 @@ class Collector:
         held = GaugeMetricFamily(
             "penstock_worker_memory_bytes", "Memory of its device or process.", labels=labels
         )
+        most = GaugeMetricFamily(
+            "penstock_worker_peak_memory_bytes", "The most of it that was in use.", labels=labels
+        )
+        limit = GaugeMetricFamily(
+            "penstock_worker_memory_limit_bytes",
+            "What it may hold, if that was said.",
+            labels=labels,
+        )
         runs = GaugeMetricFamily(
             "penstock_worker_up", "1 if it runs, 0 if it is stopped or gone.", labels=labels
         )
@@ -242,5 +251,8 @@ class Collector:
             worked.add_metric(values, worker.worked_seconds)
             waited.add_metric(values, worker.waited_seconds)
             held.add_metric(values, worker.memory)
+            most.add_metric(values, worker.most_memory)
+            if worker.limit:
+                limit.add_metric(values, worker.limit)
             runs.add_metric(values, float(worker.state == "running"))
-        yield from (worked, waited, held, runs)
+        yield from (worked, waited, held, most, limit, runs)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.board.control import SUFFIX, ask
+from penstock.board.dump import dumped, offer_dumps
 from penstock.board.memory import DESCRIPTION, Board, Reading, opened
 from penstock.board.process import is_alive, started_at, where
 from penstock.files import write_whole
@@ -138,6 +139,20 @@ class Run:
             raise ValueError("it cannot be asked: its board has no name")
         return ask(self.path.with_suffix(SUFFIX), question, timeout)
 
+    def dumped(self, timeout: float) -> str:
+        """The stacks of its process's threads, which need no Python there.
+
+        Args:
+            timeout: seconds to wait.
+
+        Raises:
+            OSError: there are none.
+        """
+        if self.path is None:
+            raise FileNotFoundError("its board has no name")
+        about = self.description
+        return dumped(self.path.parent, about.pid, about.started, timeout)
+
     @property
     def pids(self) -> set[int]:
         """The processes that drive it and that its workers are."""
@@ -181,6 +196,7 @@ def new_board(workers: int) -> Board:
         with suppress(OSError):
             here = _made(path)
             _sweep(here)
+            offer_dumps(here)
             return Board(workers, path=here / name)
     return Board(workers)
 

@@ -27,7 +27,7 @@ STATE = "/state"
 
 ASKED = {
     "/stacks": "stacks",
-    "/notes": "notes",
+    "/news": "news",
     "/history": "history",
     "POST /record": "record",
 }
@@ -195,6 +195,10 @@ class Remote:
             raise ValueError(_why(error)) from error
         except RecursionError as error:
             raise ValueError("the answer is nested too deeply") from error
+
+    def dumped(self, timeout: float) -> str:
+        """Nothing: that is to be had on its own machine only."""
+        raise FileNotFoundError("it is on another machine")
 
     def wait(self) -> None:
         """Wait for the first answer.

@@ -14,8 +14,39 @@ from penstock.board.runs import Description, Run, Worker
 from penstock.display.tables import aligned
 from penstock.units import show_bytes, show_seconds
 
-_HEADING = ("worker", "doing", "for", "busy", "waits", "passes", "memory", "peak", "of")
+_HEADING = ("worker", "doing", "for", "busy", "waited", "passes", "memory", "peak", "limit")
 _LEFT = (0, 1)
+_BUSY = 3  # the column with the share of work
+_SIDES = {True: "text-align:left", False: "text-align:right"}
+_LINE = 160  # characters of an event in a line
+
+
+class Happened(NamedTuple):
+    """Something that happened in a run.
+
+    Attributes:
+        at: when, in seconds since 1970.
+        step: after so many steps.
+        what: in words.
+    """
+
+    at: float
+    step: int
+    what: str
+
+    def __str__(self) -> str:
+        text = self.what.strip()
+        first = text.partition("\n")[0]
+        if first != text or len(first) > _LINE:
+            first = f"{first[: _LINE - 1].rstrip()}…"
+        return f"after step {self.step}: {first}"
+
+
+class News(NamedTuple):
+    """What a process says of its pipeline that is not on the board: see `Status`."""
+
+    notes: tuple[str, ...] = ()
+    events: tuple[Happened, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,6 +153,7 @@ class Status:
         ranks: how many processes run the script, of which each sees its own workers.
         rank: which of these this one is.
         notes: what else there is to say, such as that the plan holds no more.
+        events: what has happened lately, such as that a worker was replaced, oldest first.
     """
 
     model: str
@@ -142,6 +174,7 @@ class Status:
     ranks: int = 1
     rank: int = 0
     notes: tuple[str, ...] = ()
+    events: tuple[Happened, ...] = ()
     planned_step_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,6 +182,7 @@ class Status:
         found = asdict(self)
         for worker, status in zip(found["workers"], self.workers, strict=True):
             worker |= {"busy": status.busy, "doing": status.doing}
+        found["events"] = [event._asdict() for event in self.events]
         return found
 
     @property
@@ -175,21 +209,35 @@ class Status:
             lines.append(f"a step takes {show_seconds(self.step_seconds)}{against}")
         if self.pass_seconds is not None:
             lines.append(f"a pass has been under way for {show_seconds(self.pass_seconds)}")
-        return [*lines, *self.notes]
+        return [*lines, *self.notes, *map(str, self.events)]
 
     def table(self) -> list[tuple[str, ...]]:
         """The workers as rows of text, below a heading."""
-        return [_HEADING, *(_row(worker) for worker in self.workers)]
+        first: dict[tuple[str, int, str], int] = {}
+        for worker in self.workers:
+            first.setdefault((worker.host, worker.pid, worker.device), worker.number)
+        return [
+            _HEADING,
+            *(_row(worker, worker.number in first.values()) for worker in self.workers),
+        ]
 
     def __str__(self) -> str:
         return "\n".join([*self.headline, "", *aligned(self.table(), _LEFT)])
 
     def _repr_html_(self) -> str:
         heading, *rows = self.table()
-        cells = ["".join(f"<th>{escape(cell)}</th>" for cell in heading)]
-        cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-        lines = "<br>".join(map(escape, self.headline))
-        return f"<p>{lines}</p><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        used = [k for k, column in enumerate(zip(*rows, strict=True)) if any(column)]
+        cells = ["".join(f"<th style={_SIDES[k in _LEFT]}>{heading[k]}</th>" for k in used)]
+        for row, worker in zip(rows, self.workers, strict=True):
+            shown = {k: escape(row[k]) for k in used}
+            if worker.busy is not None:
+                shown[_BUSY] = f"<meter value={worker.busy:.3f}></meter> {shown[_BUSY]}"
+            cells.append("".join(f"<td style={_SIDES[k in _LEFT]}>{shown[k]}</td>" for k in used))
+        first, *lines = map(escape, self.headline)
+        return (
+            f"<p><b>{first}</b><br>{'<br>'.join(lines)}</p>"
+            f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        )
 
 
 class Process(NamedTuple):
@@ -345,7 +393,14 @@ def _counted(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}"
 
 
-def _row(worker: WorkerStatus) -> tuple[str, ...]:
+def _row(worker: WorkerStatus, has_own: bool) -> tuple[str, ...]:
+    """A worker as a row of text.
+
+    Args:
+        worker: what it does.
+        has_own: whether no worker above it has the same memory.
+    """
+    memory, most = worker.memory, worker.most_memory
     busy = "" if worker.busy is None else f"{100 * worker.busy:.0f}%"
     is_seen = worker.state != "elsewhere"
     return (
@@ -355,7 +410,7 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
         busy,
         show_seconds(worker.waited_seconds) if worker.waited_seconds else "",
         str(worker.passes) if is_seen else "",
-        show_bytes(worker.memory) if worker.memory else "",
-        show_bytes(worker.most_memory) if worker.most_memory else "",
+        (show_bytes(memory) if has_own else "shared") if memory else "",
+        (show_bytes(most) if has_own else "shared") if most else "",
         show_bytes(worker.limit) if worker.limit else "",
     )

@@ -11,13 +11,11 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.capture.attributes import HOOKS_OF_MODULES, owner_of
+from penstock.capture.norms import NORMS
 from penstock.capture.preserve import own_generators
 from penstock.capture.program import Program
 from penstock.capture.watching import is_compiled
-from penstock.torch_internals import BatchNorm, InstanceNorm
-
-NORMS = (BatchNorm.forward, InstanceNorm.forward)
-"""While they train, their backwards do not use the running statistics that forwards change."""
+from penstock.torch_internals import BatchNorm
 
 
 def why_one_replica(program: Program) -> str:

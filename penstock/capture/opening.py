@@ -9,6 +9,7 @@ from torch import nn
 
 from penstock.capture.calls import Attribute, Trace
 from penstock.capture.meta import is_on_meta
+from penstock.capture.norms import is_small_norm
 from penstock.capture.watching import is_compiled, with_owners
 from penstock.errors import CaptureError, InputError
 from penstock.torch_internals import GLOBAL_HOOKS
@@ -115,6 +116,8 @@ class Opening:
             return False
         module = self.modules[path]
         composite = any(True for _ in module.children()) and not isinstance(module, _FUSED)
+        # as one call, replicas take turns at it alone; opened, they would at the whole forward
+        composite = composite and not is_small_norm(module)
         return path == "" or composite or path in self.forced
 
     def close(self, path: str, why: str) -> None:

@@ -105,7 +105,7 @@ def command(
             watch.look()
             time.sleep(1 / _LOOKS)
         watch.reckon()
-        watch.ask_for_notes()
+        watch.ask_for_news()
         if stacks:
             watch.ask_for_stacks()
         if figure:

@@ -18,7 +18,7 @@ from penstock.capture.trees import flatten, map_leaves, unflatten, without_histo
 from penstock.devices.kinds import kind_of
 from penstock.devices.streams import Ahead
 from penstock.engine.microbatch import pieces_of, repeated
-from penstock.engine.state import values_saved
+from penstock.engine.state import ValuesSaved
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Values, edge_of, edges
 
@@ -363,7 +363,7 @@ class Loss:
         """
         try:
             output = endings.result(microbatch, results)
-            with values_saved(self.buffers):
+            with ValuesSaved(self.buffers)():
                 loss = self._of(key, LOSS, output, *target, **more)
             check_scalar(loss)
             _check_parameters(loss, results, self.apart)

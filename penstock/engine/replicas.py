@@ -325,6 +325,7 @@ class InOrder:
         if twins is not None:
             twins.fetch(None)
         self._current.number, self._current.left = number, Counter(self._calls[id(spans)])
+        self._current.spans = spans
         try:
             yield
         finally:
@@ -379,6 +380,8 @@ class InOrder:
         number = getattr(self._current, "number", None)
         if number is None:
             return
+        for span in self._current.spans:
+            span.settle()
         twins = self._twins_of.get(module)
         if twins and not self._one_by_one:
             twins.give_back(module)

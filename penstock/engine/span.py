@@ -24,12 +24,13 @@ from penstock.capture.attributes import find
 from penstock.capture.calls import Ambient, Sizes, ambient
 from penstock.capture.lowering import StageModule
 from penstock.capture.meta import NoSavedTensors
-from penstock.capture.one_replica import NORMS, may_have_a_twin
+from penstock.capture.norms import only_normalises
+from penstock.capture.one_replica import may_have_a_twin
 from penstock.capture.randomness import Key
 from penstock.engine.compiled import Compile, CompiledForward
 from penstock.engine.graphs import Graphs
 from penstock.engine.residents import Residents, States
-from penstock.engine.state import State, plain_attributes, values_saved
+from penstock.engine.state import State, ValuesSaved, plain_attributes
 from penstock.links.link import Gradients, Roots, Values, edges
 from penstock.torch_internals import without_subclass_functions
 
@@ -83,10 +84,11 @@ class Span:
     def __post_init__(self) -> None:
         stage = self.module
         modules = list(stage.modules())[1:] if isinstance(stage, nn.Module) else []
-        norms = [m for m in modules if getattr(type(m), "forward", None) in NORMS]
+        norms = [module for module in modules if only_normalises(module)]
         unused = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         unused -= read_by(stage)
         self._used = [tensor for tensor in self.changing if id(tensor) not in unused]
+        self._saving = ValuesSaved(self._used)
         self.apart: frozenset[nn.Module] = frozenset()
         self._modules, self._changing = modules, self.changing
         self._norms = norms
@@ -128,8 +130,12 @@ class Span:
         return self._run(sizes, key, values)
 
     def _run(self, sizes: Sizes, key: Key, values: Values) -> Values:
-        with values_saved(self._used):
+        with self._saving():
             return self.module(sizes, key, *values)
+
+    def settle(self) -> None:
+        """Others go on with what this thread's forward has changed so far, see `ValuesSaved`."""
+        self._saving.settle()
 
     def infer(self, microbatch: MicroBatch, values: Values, residents: Residents) -> Values:
         """Run the forward without gradients, on residents as well."""
@@ -169,7 +175,7 @@ class Span:
                 again.module = self.module.with_modules(again.twins)
         for module, twin in again.twins.items():
             _become(twin, module, attributes[module])
-        with values_saved(self._used):
+        with self._saving():
             return again.module(sizes, key, *values)
 
 

@@ -1,14 +1,16 @@
 """What a pass changes besides giving results, kept so that it can be put back.
 
 A forward that is run again has to find modules as they were (`State`), and what autograd saves of
-buffers as it was (`values_saved`). A step that failed leaves nothing of itself
+buffers as it was (`ValuesSaved`). A step that failed leaves nothing of itself
 (`Backups`), nor does a forward that is only a trial (`kept`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +149,8 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 # -- what autograd saves of what changes -------------------------------------------------------
 
 
-class _Saved(NamedTuple):
+@dataclass(slots=True)
+class _Saved:
     """A tensor that autograd saves.
 
     Attributes:
@@ -159,36 +162,81 @@ class _Saved(NamedTuple):
     version: int | None
 
 
-def values_saved(changing: Collection[torch.Tensor]) -> AbstractContextManager[Any]:
-    """Inside, what autograd saves of these tensors is copied: they are changed before a backward.
+class ValuesSaved:
+    """Inside, what autograd saves of some tensors is copied: they are changed before a backward.
 
     One device that goes through the micro-batches in order has a backward right behind each
     forward. A stage runs the forwards of several before the first backward, so that what a module
     remembers has been moved on by then. Everything else is saved as ever, and it is an error as
     ever if that is changed in place.
-    """
-    if not changing:
-        return nullcontext()
-    memory: dict[int, list[tuple[int, int]]] = {}  # by storage, from which byte to which
-    for tensor in changing:
-        start = tensor.data_ptr()
-        stop = start + extent(tensor) * tensor.itemsize
-        memory.setdefault(tensor.untyped_storage()._cdata, []).append((start, stop))
 
-    def save(tensor: torch.Tensor) -> _Saved:
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory:
+    `batch_norm` changes statistics without saying so, in no other version of the tensor. What was
+    saved of them before is then what they are when the forward ends, as on one device; or when
+    the call of a module ends, if others go on with it from there (`settle`).
+
+    Several threads may be inside.
+
+    Args:
+        changing: these tensors.
+    """
+
+    def __init__(self, changing: Collection[torch.Tensor]) -> None:
+        self._memory: dict[int, list[tuple[int, int]]] = {}  # by storage, from byte to byte
+        self._copies = _Copies()
+        self._changing = changing
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Around a forward."""
+        if not self._changing:
+            yield
+            return
+        memory: dict[int, list[tuple[int, int]]] = {}
+        for tensor in self._changing:
             start = tensor.data_ptr()
             stop = start + extent(tensor) * tensor.itemsize
-            parts = memory[tensor.untyped_storage()._cdata]
+            memory.setdefault(tensor.untyped_storage()._cdata, []).append((start, stop))
+        self._memory, self._copies.of = memory, []
+        try:
+            with saved_tensors_hooks(self._save, _load):
+                yield
+            self.settle()
+        finally:
+            self._copies.of = []
+
+    def settle(self) -> None:
+        """What this thread has saved so far is not changed by its forward any more."""
+        copies, self._copies.of = self._copies.of, []
+        for tensor, version, saved in copies:
+            if tensor._version == version:
+                saved.tensor = alike(tensor, torch.clone, sparse=True)
+
+    def _save(self, tensor: torch.Tensor) -> _Saved:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._memory:
+            start = tensor.data_ptr()
+            stop = start + extent(tensor) * tensor.itemsize
+            parts = self._memory[tensor.untyped_storage()._cdata]
             if any(start < end and begin < stop for begin, end in parts):
-                return _Saved(alike(tensor, torch.clone, sparse=True), None)
+                saved = _Saved(alike(tensor, torch.clone, sparse=True), None)
+                self._copies.of.append((tensor.detach(), tensor._version, saved))
+                return saved
         return _Saved(tensor.detach(), tensor._version)
 
-    return saved_tensors_hooks(save, _load)
+
+class _Copies(threading.local):
+    """What one thread has copied: each tensor, its version then, and what holds the copy."""
+
+    of: list[tuple[torch.Tensor, int, _Saved]]
+
+    def __init__(self) -> None:
+        self.of = []
+
+    def __reduce__(self) -> Any:
+        return _Copies, ()
 
 
 def _load(saved: _Saved) -> torch.Tensor:
-    tensor, version = saved
+    tensor, version = saved.tensor, saved.version
     if version is not None and tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.account.history import StepTimes
+from penstock.account.history import History, StepTimes
 from penstock.account.record import CALL, PASS, StepRecord, partition
 from penstock.account.replay import Replay
 from penstock.board.phases import WORK
+from penstock.board.runs import Worker
 from penstock.observe.findings import Findings
 from penstock.plan.plan import Plan
 from penstock.schedule import Action, Phase, Timeline
@@ -187,6 +188,61 @@ def _memory_chart(
         show_seconds(seconds),
         show_bytes(top),
         title=f"Worker {worker}, {plan.devices[worker]}: at most {show_bytes(most)}",
+        area=f"{line}L100 100L0 100Z",
+        rules=rules,
+        note=note,
+    )
+
+
+def run_memory_charts(history: History) -> list[Chart]:
+    """What every worker's process or device held over the run, as it was measured.
+
+    Workers that share a process's memory have one chart. There is none where it is not known.
+    """
+    samples = history.samples
+    shared: dict[tuple[str, int, str], list[Worker]] = {}
+    for worker in history.about.description.workers:
+        shared.setdefault((worker.host, worker.pid, worker.device), []).append(worker)
+    found = []
+    for workers in shared.values():
+        number = workers[0].number - history.about.description.workers[0].number
+        held = [(s.at, s.memory[number]) for s in samples if len(s.memory) > number]
+        known = [(at, memory) for at, memory in held if memory]
+        if len(known) >= 2:
+            most = max(s.most_memory[number] for s in samples if len(s.most_memory) > number)
+            found.append(_run_memory_chart(workers, known, most))
+    return found
+
+
+def _run_memory_chart(
+    workers: Sequence[Worker], held: Sequence[tuple[float, int]], most: int
+) -> Chart:
+    begin, end = held[0][0], held[-1][0]
+    limit = sum(worker.limit for worker in workers)
+    is_shown = 0 < limit <= _NEAR * most
+    top = _ROOM * max(most, limit if is_shown else 0)
+
+    def y(count: float) -> float:
+        return 100 * (1 - count / top)
+
+    span = max(end - begin, 1e-9)
+    size = -(-len(held) // _POINTS)
+    thinned = [
+        max(held[k : k + size], key=lambda point: point[1]) for k in range(0, len(held), size)
+    ]
+    line = _line([(100 * (at - begin) / span, y(memory)) for at, memory in thinned])
+    numbers = ", ".join(str(worker.number) for worker in workers)
+    several = "s" if len(workers) > 1 else ""
+    rules = [(y(most), f"most {show_bytes(most)}")]
+    if is_shown:
+        rules.append((y(limit), f"limit {show_bytes(limit)}"))
+    note = f"The limit of {show_bytes(limit)} is far above." if limit and not is_shown else ""
+    return Chart(
+        line,
+        "0",
+        show_seconds(end - begin),
+        show_bytes(top),
+        title=f"Worker{several} {numbers}, {workers[0].device}: at most {show_bytes(most)}",
         area=f"{line}L100 100L0 100Z",
         rules=rules,
         note=note,

@@ -26,10 +26,11 @@ from penstock.account.attribution import (
     mean_losses,
 )
 from penstock.account.drift import Drift, drift
-from penstock.account.history import Happened, History, StepTimes
+from penstock.account.history import History, StepTimes
 from penstock.account.record import StepRecord, usual
 from penstock.account.suggestions import Suggestion, suggestions
 from penstock.board.phases import TURN
+from penstock.board.status import Happened
 from penstock.plan.plan import Plan
 from penstock.units import show_seconds
 
@@ -291,6 +292,18 @@ class Findings:
         """What to try."""
         return suggestions(self.usual, self.plan)
 
+    def why_late(self, worker: int) -> str:
+        """Why others wait for a worker, in words; empty if only because of the schedule's order."""
+        found = []
+        for loss in self.losses:
+            if loss.worker != worker or loss.seconds < _NOTABLE * self.mean_seconds:
+                continue
+            if loss.cause == SLOW:
+                found.append("it takes longer than planned, beside the others")
+            elif loss.cause == IMBALANCE:
+                found.append("it has more to do than the others, by the plan")
+        return " and ".join(found)
+
     # -- sentences ----------------------------------------------------------------------------
 
     @property
@@ -416,7 +429,9 @@ class Findings:
         if without[0].is_audited:
             text += " There was an audit in each."
         if audited:
-            text += f" Left out: {audited}, with an audit."
+            seconds = [record.audit_seconds for record in records if record not in without]
+            took = show_seconds(statistics.median(seconds))
+            text += f" Left out: {audited}, with an audit, which took {took}."
         if long:
             text += f" Left out: {long}, more than twice as long as the median of them."
         all_steps = self.step_seconds or self.mean_seconds

@@ -15,7 +15,7 @@ from penstock.observe.watch import KEYS, LEGEND, WIDE, Watch, stack_of
 
 _STACK = 8  # lines of a worker's stacks that are better to have than the steps under way
 
-_NOTES = 5.0  # seconds after which pipelines are asked for notes again
+_NEWS = 5.0  # seconds after which pipelines are asked for news again
 
 _Line = list[Segment]
 
@@ -38,8 +38,8 @@ class LiveView:
         self._with_stacks, self._selected = stacks, ""
         self._tasks: dict[str, Task] = {}
         self._stacks: Task | None = None
-        self._notes: Task | None = None
-        self._noted = -_NOTES
+        self._news: Task | None = None
+        self._noted = -_NEWS
         self._reckoned = 0.0
         self._lines: list[_Line] = []
         self._size = 0, 0
@@ -88,7 +88,7 @@ class LiveView:
             self._watch.find()
             self._watch.reckon()
             self._ask_for_stacks()
-            self._ask_for_notes(now)
+            self._ask_for_news(now)
         elif self._with_stacks and not self._watch.stacks:  # another pipeline was selected
             self._ask_for_stacks()
 
@@ -140,14 +140,14 @@ class LiveView:
             job = self._watch.jobs[self.selected]
             self._stacks = Task("", lambda: self._show_stacks(job))
 
-    def _ask_for_notes(self, now: float) -> None:
+    def _ask_for_news(self, now: float) -> None:
         """Ask all pipelines, unless they were asked lately, without waiting for them."""
-        if now - self._noted >= _NOTES and (self._notes is None or self._notes.is_done):
+        if now - self._noted >= _NEWS and (self._news is None or self._news.is_done):
             self._noted = now
-            self._notes = Task("", self._take_notes)
+            self._news = Task("", self._take_news)
 
-    def _take_notes(self) -> str:
-        self._watch.ask_for_notes()
+    def _take_news(self) -> str:
+        self._watch.ask_for_news()
         return ""
 
     def _show_stacks(self, job: list[RunView]) -> str:

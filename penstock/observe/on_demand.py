@@ -17,6 +17,7 @@ from penstock.account.record import StepRecord
 from penstock.board.memory import Log
 from penstock.board.phases import timeline_of
 from penstock.board.served import Remote, RunView
+from penstock.board.status import News
 from penstock.errors import PenstockError
 from penstock.observe.trace import require_perfetto, save_trace
 from penstock.plan.plan import Plan
@@ -27,7 +28,7 @@ PATIENCE = 60.0
 
 _T = TypeVar("_T")
 _PAUSE = 0.1  # seconds between looks whether there is one
-_SOON, _ANSWER = 1.5, 5.0  # seconds for an answer, and for one that is long
+_SOON, _ANSWER = 0.8, 5.0  # seconds for an answer, and for one that is long
 
 
 class Task:
@@ -71,18 +72,21 @@ def stacks_of(runs: Sequence[RunView]) -> Mapping[str, str]:
         try:
             stacks = msgspec.convert(run.ask("stacks", _SOON), dict[str, str])
         except (OSError, ValueError) as error:
-            found[title] = f"no answer: {error}"
+            try:
+                found[title] = f"it cannot run Python now\n\n{run.dumped(_SOON)}"
+            except OSError:
+                found[title] = f"no answer: {error}"
             continue
         found |= {f"{title}, {name}": stack for name, stack in stacks.items()}
     return found
 
 
-def notes_of(run: RunView) -> Sequence[str]:
+def news_of(run: RunView) -> News:
     """What a pipeline has to say of itself besides its board; nothing if it does not answer."""
     try:
-        return msgspec.convert(run.ask("notes", _SOON), tuple[str, ...])
+        return msgspec.convert(run.ask("news", _SOON), News)
     except (OSError, ValueError):
-        return ()
+        return News()
 
 
 def history_of(run: RunView) -> History:

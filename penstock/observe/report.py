@@ -15,7 +15,12 @@ from penstock.account.history import History
 from penstock.display.tables import aligned
 from penstock.errors import PenstockError
 from penstock.files import save_whole
-from penstock.observe.charts import history_chart, memory_charts, staircase
+from penstock.observe.charts import (
+    history_chart,
+    memory_charts,
+    run_memory_charts,
+    staircase,
+)
 from penstock.observe.findings import MEANINGS, PARTS, Findings, awaited, remedy, rounded, where
 from penstock.plan.plan import Plan
 from penstock.units import show_bytes, show_seconds
@@ -124,6 +129,7 @@ def report_html(history: History, other: History | None = None) -> str:
         losses=[_cost(loss, found.mean_seconds) for loss in found.losses],
         stages=_stages(found.plan),
         memory=memory_charts(found.typical, found.plan) if found.typical else [],
+        run_memory=run_memory_charts(history),
         chart=history_chart(found),
         events=[(_date(e.at), e.step, e.what) for e in history.events],
         both_unit=_unit(max(found.mean_seconds, compared.mean_seconds if compared else 0.0)),
@@ -228,17 +234,20 @@ def _bars(found: Findings) -> list[Bar]:
             f"Worker {worker}",
             _cells(parts, names, unit),
             _total(sum(parts.values()), unit),
-            _waited(waited),
+            _waited(waited, found),
         )
         for worker, (parts, waited) in enumerate(zip(found.parts, found.waited_for, strict=True))
     ]
 
 
-def _waited(found: Mapping[int, float]) -> str:
-    """Whom a worker waited for, the longest first; only the first few are named."""
-    ordered = sorted(found.items(), key=lambda item: -item[1])
+def _waited(waited: Mapping[int, float], found: Findings) -> str:
+    """Whom a worker waited for, and why; the longest first, and only the first few are named."""
+    ordered = sorted(waited.items(), key=lambda item: -item[1])
     named = ordered if len(ordered) <= _NAMED + 1 else ordered[:_NAMED]
-    texts = [f"{awaited(who)} ({show_seconds(seconds)})" for who, seconds in named]
+    texts = []
+    for who, seconds in named:
+        why = found.why_late(who)
+        texts.append(f"{awaited(who)} ({show_seconds(seconds)}{f': {why}' if why else ''})")
     if others := ordered[len(named) :]:
         rest = sum(seconds for _, seconds in others)
         texts.append(f"{len(others)} others ({show_seconds(rest)})")
@@ -396,7 +405,7 @@ def report_text(history: History, width: int | None = None) -> str:
         lines += ["", f"Where every worker's time went. {found.left_out}"]
         lines += aligned(_parts_table(found), (0,), width)
         lines += [
-            f"worker {worker} waited for {_waited(waited)}"
+            f"worker {worker} waited for {_waited(waited, found)}"
             for worker, waited in enumerate(found.waited_for)
             if waited
         ]

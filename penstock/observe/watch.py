@@ -15,8 +15,8 @@ from rich.text import Text
 from penstock.board.memory import Reading
 from penstock.board.runs import find
 from penstock.board.served import Remote, RunView
-from penstock.board.status import Status, WorkerStatus, status_of
-from penstock.observe.on_demand import notes_of, stacks_of
+from penstock.board.status import News, Status, WorkerStatus, status_of
+from penstock.observe.on_demand import news_of, stacks_of
 from penstock.observe.staircase import Staircase
 from penstock.units import show_bytes, show_seconds
 
@@ -66,7 +66,7 @@ class Watch:
         self.nothing: Callable[[], str] = lambda: NOTHING
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._stairs: dict[str, Staircase] = {}
-        self._notes: dict[str, Sequence[str]] = {}
+        self._news: dict[str, News] = {}
         self.jobs: list[list[RunView]] = []
         self.stacks: Mapping[str, str] = {}
 
@@ -106,9 +106,9 @@ class Watch:
         """Ask every pipeline what the threads of its workers are doing."""
         self.stacks = stacks_of([run for job in self.jobs for run in job])
 
-    def ask_for_notes(self) -> None:
+    def ask_for_news(self) -> None:
         """Ask every pipeline what there is to say of it; under torchrun the first rank of it."""
-        self._notes = {self.name(job): notes_of(job[0]) for job in list(self.jobs)}
+        self._news = {self.name(job): news_of(job[0]) for job in list(self.jobs)}
 
     def name(self, job: Sequence[RunView]) -> str:
         """A name that no other pipeline has: the path of its first board, or its address."""
@@ -124,7 +124,8 @@ class Watch:
         counted = job[0].board.counted()
         known = processes if remote else None
         status = status_of(job[0].description, _readings(job), counted, known)
-        return replace(status, notes=tuple(self._notes.get(self.name(job), ())))
+        news = self._news.get(self.name(job), News())
+        return replace(status, notes=news.notes, events=news.events)
 
     def view(self, width: int, keys: bool = False) -> RenderableType:
         """All of it, for a screen of so many columns."""

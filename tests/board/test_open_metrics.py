@@ -62,7 +62,7 @@ def test_they_can_be_scraped() -> None:
 def test_the_dashboard_shows_every_series() -> None:
     """examples/grafana.json leaves none out, and names no other but those of a server."""
     x = torch.ones(4, 3)
-    with pipeline(metrics=0) as pipe:
+    with pipeline(metrics=0, memory_limit="1GiB") as pipe:
         pipe.train_step(x, target=x, loss_fn=F.mse_loss)
         served = {name for name, _ in scraped(pipe.metrics)}
     dashboard = json.loads((Path(ps.__file__).parents[1] / "examples/grafana.json").read_text())

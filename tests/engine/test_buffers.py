@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.devices.layout import alike
-from penstock.engine.state import values_saved
+from penstock.engine.state import ValuesSaved
 
 M = 4
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
@@ -262,7 +262,7 @@ def test_what_is_saved_otherwise_must_not_change() -> None:
     """Autograd still notices what a model does wrong."""
     kept = torch.ones(3)
     weight = torch.ones(3, requires_grad=True)
-    with values_saved([torch.ones(2)]):
+    with ValuesSaved([torch.ones(2)])():
         result = (weight * kept).sum()
     kept.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -289,7 +289,7 @@ def test_a_copy_is_laid_out_as_what_was_saved(
     assert copied.stride() == part.stride()
     assert copied.data_ptr() % 64 == part.data_ptr() % 64
     weight = torch.ones_like(part).clone().requires_grad_()
-    with values_saved([buffer]):
+    with ValuesSaved([buffer])():
         result = (weight * part).sum()
     before = part.clone()
     buffer.add_(1)

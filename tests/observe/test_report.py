@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.account.attribution import BETWEEN, WAITING, WORKING
-from penstock.account.history import Happened, History, StepTimes
+from penstock.account.history import History, StepTimes
 from penstock.account.record import StepRecord
 from penstock.account.suggestions import Suggestion
+from penstock.board.status import Happened
 from penstock.errors import InputError
 from penstock.observe.findings import MEANINGS, Findings, rounded
 from penstock.observe.report import report_data, report_html, report_text, save_report

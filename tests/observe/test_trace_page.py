@@ -15,7 +15,8 @@ import penstock as ps
 from penstock.bench.perfetto_page import serve_perfetto
 from penstock.observe.trace import RecordedTimeline
 
-CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser"])), None)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 REASON = "pip install 'penstock[browser]'"
 playwright = pytest.importorskip("playwright.sync_api", reason=REASON)
 pytest.importorskip("viztracer", reason=REASON)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.account.history import About, Happened, History, StepTimes
+from penstock.account.history import About, History, StepTimes
 from penstock.account.record import CALL, PASS, Interval, StepRecord
 from penstock.board.activity import LOSS, SENDING, code, within
 from penstock.board.memory import Log
 from penstock.board.runs import Description, Worker
+from penstock.board.status import Happened
 from penstock.plan.decisions import StagePlan
 from penstock.plan.plan import Plan
 from penstock.plan.text import prediction
