@@ -287,7 +287,7 @@ class Running:
 
     def _predict(self, plan: Plan, profile: Profile | None) -> None:
         """Have the workers go on with the same plan, of which something else is predicted now."""
-        if plan == self.plan:
+        if plan is self.plan:
             return
         self.profile, self.runner.plan = profile, plan
         board = self.workers.board

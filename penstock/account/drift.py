@@ -116,7 +116,7 @@ def drift(accounts: Sequence[Account], plan: Plan, seconds: float | None = None)
     workers = tuple(statistics.median(own) if own else None for own in known)
     machine = normal_of(workers)
     calibrated = statistics.median(found.usual_seconds for found in accounts)
-    better, seconds = _better(accounts, plan, machine, calibrated)
+    better, then = _better(accounts, plan, machine, calibrated)
     return Drift(
         steps=len(accounts),
         measured_seconds=seconds or statistics.median(found.pass_seconds for found in accounts),
@@ -125,7 +125,7 @@ def drift(accounts: Sequence[Account], plan: Plan, seconds: float | None = None)
         machine=machine,
         workers=workers,
         better=better,
-        better_seconds=seconds,
+        better_seconds=then,
         microbatches=plan.num_microbatches,
     )
 

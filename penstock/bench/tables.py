@@ -146,7 +146,15 @@ def watched(report: dict[str, Any]) -> str:
         )
         name = f"{each['model']}, {each['workers']}"
         lines.append(f"| {name} | {show_seconds(each['milliseconds'] / 1e3)} | {ratios} |")
-    return "\n".join([*lines, "", f"Medians of pairs, with 95 % intervals. {_where(report)}"])
+    hung = ", ".join(
+        f"{show_seconds(statistics.median(seconds))} with {workers}"
+        for workers, seconds in report["hung"].items()
+    )
+    said = (
+        "Medians of pairs, with 95 % intervals. The stack of a worker that hangs with Python's "
+        f"lock is there after {hung}."
+    )
+    return "\n".join([*lines, "", f"{said} {_where(report)}"])
 
 
 def attribution(report: dict[str, Any]) -> str:

@@ -8,18 +8,23 @@ records; and recorded, as a few steps are for reports, with everything that is d
 takes steps for half a second in turns with and without somebody who asks: in each such half second
 `pipe.status()` is called, and the metrics are scraped over HTTP by a thread of this process. The
 ratios are medians of pairs, with the interval in which 95 % of the medians of resampled pairs lie.
+In the end it is measured how long it takes to get the stack of a worker that hangs.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -28,10 +33,13 @@ from penstock.bench import record
 from penstock.bench.guarded import interval
 from penstock.bench.subjects import Subject, gpt2_like, subjects, tokens
 from penstock.board.memory import Record
+from penstock.board.runs import find
+from penstock.observe.on_demand import stacks_of
 from penstock.workers.processes.worker_state import WorkerState
 
 _WARM_UP = 5  # turns
 _FEWEST = 5  # turns, however long they take
+_ASKED = 5  # times that a worker which hangs is looked at
 _BLOCK = 0.5  # seconds of steps in which the state is asked for once
 _TIMEOUT = 60.0  # seconds
 
@@ -177,6 +185,54 @@ def _scrape(url: str) -> None:
         answer.read()
 
 
+_HANGS = """
+import re, sys, torch, penstock as ps
+from torch import nn
+
+def loss(output):
+    print("hangs", flush=True)
+    re.match(r"(a+)+$", "a" * 60 + "b")  # for ages, with Python's lock
+
+if __name__ == "__main__":
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    given = {"cuts": ["1"], "schedule": "1f1b", "num_microbatches": 2, "workers": sys.argv[1]}
+    x = torch.ones(4, 3)
+    pipe = ps.Pipeline(model, (x,), devices=["cpu"] * 2, audit=None, progress=None, **given)
+    pipe.train_step(x, loss_fn=loss)
+"""
+
+
+def hung(workers: str) -> list[float]:
+    """How long it takes until the stack of a worker is there that hangs with Python's lock.
+
+    Args:
+        workers: of which kind.
+
+    Returns:
+        seconds, of a few times.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "hangs.py"
+        script.write_text(_HANGS)
+        command = [sys.executable, "-W", "ignore", str(script), workers]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            (run,) = find(child.pid)
+            found = []
+            for _ in range(_ASKED):
+                begun = time.perf_counter()
+                stacks = stacks_of([run])
+                found.append(time.perf_counter() - begun)
+                if not any("in loss" in stack for stack in stacks.values()):
+                    raise RuntimeError(f"the stack of the worker that hangs is not there: {stacks}")
+            return found
+        finally:
+            child.kill()
+            child.wait()
+
+
 def _ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
     """The median of the ratios of pairs, and the interval of it."""
     found = [one / other for one, other in zip(ones, others, strict=True)]
@@ -205,5 +261,8 @@ def main(arguments: Sequence[str]) -> int:
                 f"{each['milliseconds']:.2f} ms a step",
                 flush=True,
             )
-    record.save("watched", {"costs": found}, options)
+    hanging = {workers: hung(workers) for workers in options.workers.split(",")}
+    for workers, seconds in hanging.items():
+        print(f"stacks of a worker that hangs, {workers}: {statistics.median(seconds):.2f} s")
+    record.save("watched", {"costs": found, "hung": hanging}, options)
     return 0

@@ -145,7 +145,7 @@ def requested(said: bytes) -> str | None:
         return ""
     path = target.partition("?")[0]
     if method == "POST":
-        return f"POST {path}"
+        return f"POST {path}" if f"POST {path}" in ASKED else ""
     if path not in ("/", METRICS):
         return path
     fields = [header.partition(":") for header in headers]

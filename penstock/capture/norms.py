@@ -37,7 +37,7 @@ def only_normalises(module: nn.Module) -> bool:
     So it is if its forward is torch's own, or another that does nothing with them but pass them to
     `batch_norm`.
     """
-    kind = type(module)
+    kind: Any = type(module)
     if getattr(kind, "forward", None) in NORMS:
         return True
     return issubclass(kind, BatchNorm) and _passes_them_on(kind)

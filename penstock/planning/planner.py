@@ -217,7 +217,10 @@ def better_plan(of: Replanning) -> Planned:
     now, seconds = _now(of, best, costs)
     if best.predicted_step_seconds < _WORTH * seconds:
         return _planned(best, costs)
-    return _planned(now if now.layout == plan.layout else plan, costs)._replace(stays=True)
+    if now.layout != plan.layout:
+        return Planned(plan, None, stays=True)
+    others = {name: getattr(best, name) for name in ("considered", "data_parallel_seconds", "note")}
+    return _planned(replace_fields(now, **others), costs)._replace(stays=True)
 
 
 def plan_on_others(of: Replanning) -> Planned:

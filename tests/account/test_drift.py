@@ -44,6 +44,25 @@ def test_a_machine_that_is_slower_than_when_it_was_profiled() -> None:
     assert "worker" not in str(found)
 
 
+def test_only_the_latest_steps_count() -> None:
+    plan, slow = plan_of(EVEN), replace(EVEN, forward=(0.015,) * 2)
+    early, late = account(slow.record(), plan), account(EVEN.record(), plan)
+    found = drift([early] * 20 + [late] * 6, plan, 0.3)
+    assert found is not None
+    assert (found.steps, found.machine) == (6, pytest.approx(1))
+    assert found.measured_seconds == 0.3
+
+
+def test_no_two_workers_are_slower_than_each_other() -> None:
+    """In one step the one was slower, in others the other."""
+    plan = plan_of(EVEN)
+    steps = [replace(EVEN, cause=SLOW, where=k % 2, much=2.0).record() for k in range(4)]
+    steps.append(replace(EVEN, cause=SLOW, where=1, much=1.5).record())
+    found = drift([account(step, plan) for step in steps], plan)
+    assert found is not None
+    assert str(found).count("slower than the others") <= 1
+
+
 def test_a_worker_that_is_slower_than_the_others() -> None:
     plan = plan_of(EVEN)
     found = drift([account(replace(EVEN, cause=SLOW, where=1, much=2.0).record(), plan)], plan)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.account import keeping
 from penstock.account.attribution import Account, account
-from penstock.account.history import ABOUT, History, RunFolder, StepTimes, read_run
+from penstock.account.history import ABOUT, History, RunFolder, Sample, StepTimes, read_run
 from penstock.account.keeping import Kept
 from penstock.account.record import AUDIT, StepRecord
 from penstock.board.control import SUFFIX, ask
@@ -57,6 +58,55 @@ def test_a_folder_says_what_memory_does(tmp_path: Path) -> None:
     assert sum(times.rows for times in found.steps) == 40 * 16
     assert [t.step for t in found.steps] == [t.step for t in known.steps]
     assert all(t.slowest_seconds <= t.seconds for t in found.steps)
+
+
+def test_the_folder_has_the_profile_and_samples_of_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "_TOGETHER", 0.0)
+    monkeypatch.setattr(keeping, "_SAMPLES", 10**9)  # after every step
+    with pipeline(run=tmp_path, workers="processes") as pipe:
+        train(pipe, 5)
+        profile = pipe._running.profile
+        known = pipe.history()
+    assert ps.Profile.load(tmp_path / "profile.json").labels == profile.labels
+    samples = read_run(tmp_path).samples
+    assert samples == known.samples
+    assert [sample.step for sample in samples] == [1, 2, 3, 4, 5]
+    assert all(len(sample.memory) == len(sample.worked) == 2 for sample in samples)
+    assert all(
+        0 < memory <= most
+        for sample in samples
+        for memory, most in zip(sample.memory, sample.most_memory, strict=True)
+    )
+    for one, other in pairwise(samples):
+        assert all(a < b for a, b in zip(one.worked, other.worked, strict=True))
+    pipeline(run=tmp_path).close()
+    assert ps.Profile.load(tmp_path / "earlier-1/profile.json").labels == profile.labels
+    assert read_run(tmp_path).samples == []
+
+
+def test_samples_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(keeping.time, "monotonic", lambda: now[0])
+    kept = Kept()
+    kept.sample_by(lambda step: Sample(now[0], step, (1,), (1,), (0.0,), (0.0,)))
+    for number in range(1, 100_001):
+        now[0] += 1.0
+        kept.step(number, 1.0, 1.0, 1)
+    steps = [sample.step for sample in kept.history(history_of().about).samples]
+    assert steps[:100] == list(range(1, 101))
+    assert 1000 < len(steps) < 5000
+    assert 150 < steps[-1] - steps[-2] < 250
+
+
+def test_many_records_are_for_the_status_and_few_for_the_folder(tmp_path: Path) -> None:
+    with pipeline(run=tmp_path) as pipe:
+        train(pipe, 270)
+        known = [record.step for record in pipe.history().records]
+    assert known[-3:] == [129, 193, 257]
+    written = [record.step for record in read_run(tmp_path).records]
+    assert written[-3:] == [65, 129, 257]
 
 
 def test_an_earlier_run_in_the_folder_is_put_aside(tmp_path: Path) -> None:
@@ -169,7 +219,7 @@ def test_what_happens_is_kept(tmp_path: Path) -> None:
         trap.arm("forward", divide)
         with pytest.raises(ps.WorkerError):
             train(pipe, 1)
-        assert "WorkerError" in pipe.status().notes[-1]
+        assert "WorkerError" in pipe.status().events[-1].what
         assert "WorkerError" in str(pipe.status())
     [event] = read_run(tmp_path).events
     assert event.step == 1

@@ -106,7 +106,10 @@ def test_what_a_worker_does_and_whom_another_waits_for() -> None:
         text = str(status)
         assert "a pass has been under way for" in text
         assert "waits for worker 1" in text
-        assert "<td>waits for worker 1" in status._repr_html_()
+        html = status._repr_html_()
+        assert "<td style=text-align:left>waits for worker 1: backward" in html
+        assert "<th style=text-align:right>limit" not in html  # as there is none
+        assert html.count("shared") == 2  # the second worker's memory is the first one's
         gate.open(2)
         step.join()
         assert [worker.doing for worker in pipe.status().workers] == ["idle", "idle"]

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     pipe = ps.Pipeline(
         model, (x,), devices=["cpu", "cpu"], workers="processes", cuts=["1"], schedule="1f1b",
-        num_microbatches=2, audit=None,
+        num_microbatches=2, audit=None, on_failure=sys.argv[2],
     )
     print("ready", flush=True)
     try:
@@ -114,10 +114,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def script(environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def script(
+    request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """One that trains; its parameter is `on_failure`."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     command = [sys.executable, "-W", "ignore", str(path), str(tmp_path)]
+    command.append(getattr(request, "param", "raise"))
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert running.stdout is not None
     assert running.stdout.readline() == "ready\n"
@@ -205,5 +209,25 @@ def test_a_worker_that_is_stopped_and_killed(
     os.kill(pid, signal.SIGKILL)
     shown.until(lambda text: "its process has e" in text)
     fits(shown, width)
+    shown.type("q")
+    shown.until(lambda text: "ended with 0" in text)
+
+
+@pytest.mark.parametrize("script", ["replace"], indirect=True)
+@pytest.mark.parametrize("terminal", [200], indirect=True)
+def test_a_worker_that_is_replaced(
+    script: subprocess.Popen[str], terminal: tuple[Terminal, int], tmp_path: Path
+) -> None:
+    shown, width = terminal
+    begin(shown)
+    (description,) = (tmp_path / "run" / "penstock").glob("*.json")
+    pid = json.loads(description.read_text())["workers"][1]["pid"]
+    assert pid != script.pid
+    os.kill(pid, signal.SIGKILL)
+    text = shown.until(lambda text: "after step" in text and "worker 1" in text)
+    fits(shown, width)
+    assert "its process has ended" not in text
+    (description,) = (tmp_path / "run" / "penstock").glob("*.json")
+    assert json.loads(description.read_text())["workers"][1]["pid"] != pid
     shown.type("q")
     shown.until(lambda text: "ended with 0" in text)

@@ -93,10 +93,12 @@ def test_what_the_pipeline_says_is_shown(tmp_path: Path) -> None:
             code, out, err = top(which, "--json", "--interval", "0.1")
             assert code == 0, err
             (status,) = json.loads(out)["pipelines"]
-            assert status["notes"][-1] == "after step 1: a worker was replaced"
+            (event,) = status["events"]
+            assert (event["step"], event["what"]) == (1, "a worker was replaced")
             code, out, err = top(which, "--once", "--interval", "0.1")
             assert "after step 1: a worker was replaced" in out
         assert tuple(status["notes"]) == pipe.status().notes
+        assert pipe.status().to_dict()["events"] == status["events"]
 
 
 def test_a_report_from_an_address(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.account.attribution import BETWEEN, WAITING, WORKING
-from penstock.account.history import History, StepTimes
+from penstock.account.history import History, Sample, StepTimes
 from penstock.account.record import StepRecord
 from penstock.account.suggestions import Suggestion
 from penstock.board.status import Happened
@@ -169,7 +169,7 @@ def test_a_record_with_an_audit_is_left_out_for_that() -> None:
     first, *others = HISTORY.records
     found = Findings(replaced(HISTORY, records=[audited(first), *others]))
     assert found.left_out.startswith(
-        "The mean of 2 recorded steps. Left out: step 20, with an audit."
+        "The mean of 2 recorded steps. Left out: step 20, with an audit, which took 5.00 ms."
     )
     assert "twice" not in found.left_out
     found = Findings(replaced(HISTORY, records=[*map(audited, HISTORY.records)]))
@@ -389,6 +389,33 @@ def test_any_number_of_steps_and_no_record_can_be_shown(steps: int) -> None:
     assert "No step has been recorded in detail" in page.text
     assert ("step 2000" in page.text) == (steps == 2000)
     assert report_text(history)
+
+
+def test_the_memory_of_the_run_is_shown_by_process() -> None:
+    description = HISTORY.about.description
+    one = [msgspec.structs.replace(worker, pid=7) for worker in description.workers]
+    two = [msgspec.structs.replace(worker, pid=7 + worker.number) for worker in one]
+    samples = [
+        Sample(float(k), k, (k * 10**8, 10**9), (k * 10**8, 10**9), (0.0, 0.0), (0.0, 0.0))
+        for k in range(1, 2000)
+    ]
+    for workers, titles in ((one, ["Workers 0, 1"]), (two, ["Worker 0", "Worker 1"])):
+        described = msgspec.structs.replace(description, workers=tuple(workers))
+        about = msgspec.structs.replace(HISTORY.about, description=described)
+        history = msgspec.structs.replace(HISTORY, about=about, samples=samples)
+        page = Page(report_html(history))
+        assert page.unclosed == []
+        assert "run-memory" in page.ids
+        shown = page.text.partition("Memory over the run")[2].partition("All steps")[0]
+        assert re.findall(r"(Workers? [\d, ]+), cpu: at most", shown) == titles
+        assert "at most 199.9 GB" in shown
+    assert "run-memory" not in Page(report_html(HISTORY)).ids
+
+
+def test_why_a_worker_is_waited_for() -> None:
+    text = report_text(history_of(Made(workers=3, slow=2.0)))
+    assert re.search(r"worker 1 waited for worker 2 \([\d.]+ m?s: it takes longer than", text)
+    assert "it takes longer" not in report_text(HISTORY)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "1f1b"])

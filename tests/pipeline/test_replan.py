@@ -97,7 +97,7 @@ def test_training_goes_on_with_the_same_bits(uneven: ps.Plan, workers: ps.Kind) 
             if replans:
                 assert pipe.replan()
                 assert pipe.status().steps == 4
-                assert "another plan" in pipe.status().notes[-1]
+                assert "another plan" in pipe.status().events[-1].what
                 assert pipe.accounts() == []  # those were of the other plan
             losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
             optimizer.step()
@@ -124,8 +124,52 @@ def test_a_plan_that_is_as_good_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         workers, plan = pipe._workers, pipe.plan
         assert not pipe.replan()
         assert pipe._workers is workers
-        assert pipe.plan is plan
+        assert pipe.plan.layout == plan.layout
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+
+
+def test_a_plan_that_stays_is_predicted_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The machine is three times as slow as it was, whatever runs."""
+    original = planner.profiles_for
+
+    def profiles_for(*args: Any, **kwargs: Any) -> list[ps.Profile]:
+        found = []
+        for own in original(*args, **{**kwargs, "fresh": False}):
+            kinds = {
+                name: replace(
+                    kind,
+                    forward=tuple(tuple(3 * s for s in row) for row in kind.forward),
+                    backward=tuple(tuple(3 * s for s in row) for row in kind.backward),
+                )
+                for name, kind in own.kinds.items()
+            }
+            found.append(replace(own, kinds=kinds))
+        return found
+
+    with ps.Pipeline(
+        *(model(), (X,)), devices=["cpu"] * 2, num_microbatches=4, metrics=0, run=tmp_path
+    ) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD)
+        for _ in range(4):
+            step(pipe, optimizer)
+        workers, plan = pipe._workers, pipe.plan
+        monkeypatch.setattr(planner, "profiles_for", profiles_for)
+        monkeypatch.setattr(planner, "_WORTH", 0.0)
+        assert not pipe.replan()
+        assert pipe._workers is workers
+        assert pipe.plan.layout == plan.layout
+        assert pipe.plan.predicted_step_seconds > 1.2 * plan.predicted_step_seconds
+        status = pipe.status()
+        assert status.predicted_seconds == pipe.plan.predicted_step_seconds
+        assert status.planned_step_seconds is None  # those were compared with the old prediction
+        assert "the plan stays" in status.events[-1].what
+        assert pipe.accounts() == []
+        step(pipe, optimizer)
+        assert pipe.status().steps == 5
+        assert read_run(tmp_path).about.plan == pipe.plan
+        assert read_run(tmp_path / "earlier-1").about.plan == plan
 
 
 def test_results_that_wait_for_their_backward_stay(uneven: ps.Plan) -> None:

@@ -212,8 +212,8 @@ def test_everything_that_watches_goes_on(tmp_path: Path) -> None:
     assert 'worker="2"' in served
     status = pipe.status()
     assert (status.steps, len(status.workers)) == (5, 3)
-    assert "after step 2: membership 1, 3 workers instead of 2: cpu joined" in status.notes[-1]
-    assert "took" in status.notes[-1]
+    assert "membership 1, 3 workers instead of 2: cpu joined" in status.events[-1].what
+    assert "took" in status.events[-1].what
     kept = read_run(tmp_path / "run")
     assert kept.about.plan == pipe.plan
     assert "cpu joined" in kept.events[-1].what
