@@ -389,8 +389,8 @@ class Pipeline:
         The machine may be slower, or busier, than when it was profiled (`status()` says so). The
         number of micro-batches and the intra-op threads stay, so results do not change by a bit;
         stages, schedule and replicas may change, as far as they were left open. Weights,
-        gradients, optimizers, random numbers and hooks go on. It takes some seconds, in which
-        nothing is trained.
+        gradients, optimizers, random numbers and hooks go on. If no plan is better, the one in use
+        stays, with what is predicted of it now. It takes some seconds, in which nothing is trained.
 
         Args:
             progress: as in `Pipeline`.

@@ -205,9 +205,9 @@ class Running:
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
                 "processor": f"{processor()}, {cores()} cores",
-                "links": ", ".join(sorted(set(self.links))) or "none",
+                "links between stages": ", ".join(sorted(set(self.links))) or "none",
                 "threads per worker": str(self.threads),
-                "allocator": "keeps freed memory" if self._allocator_kept else "system",
+                "freed memory": "kept for later" if self._allocator_kept else "given back",
             },
         )
 

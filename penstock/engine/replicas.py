@@ -381,7 +381,7 @@ class InOrder:
         if number is None:
             return
         for span in self._current.spans:
-            span.settle()
+            span.refresh()
         twins = self._twins_of.get(module)
         if twins and not self._one_by_one:
             twins.give_back(module)

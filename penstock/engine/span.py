@@ -133,9 +133,9 @@ class Span:
         with self._saving():
             return self.module(sizes, key, *values)
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Others go on with what this thread's forward has changed so far, see `ValuesSaved`."""
-        self._saving.settle()
+        self._saving.refresh()
 
     def infer(self, microbatch: MicroBatch, values: Values, residents: Residents) -> Values:
         """Run the forward without gradients, on residents as well."""

@@ -172,7 +172,7 @@ class ValuesSaved:
 
     `batch_norm` changes statistics without saying so, in no other version of the tensor. What was
     saved of them before is then what they are when the forward ends, as on one device; or when
-    the call of a module ends, if others go on with it from there (`settle`).
+    the call of a module ends, if others go on with it from there (`refresh`).
 
     Several threads may be inside.
 
@@ -200,11 +200,11 @@ class ValuesSaved:
         try:
             with saved_tensors_hooks(self._save, _load):
                 yield
-            self.settle()
+            self.refresh()
         finally:
             self._copies.of = []
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """What this thread has saved so far is not changed by its forward any more."""
         copies, self._copies.of = self._copies.of, []
         for tensor, version, saved in copies:

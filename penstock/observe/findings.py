@@ -85,6 +85,7 @@ _REMEDIES: Mapping[str, str] = {
 
 _UNUSUAL = 2.0  # times the median; such a step is reported by itself
 _OUTLIERS = 12  # that are explained
+_WORTH = 0.001  # of a step's time; what costs less is not named
 _DIFFERENT = 0.1  # of a step's time
 _NOTABLE = 0.05  # of a speed; less is noise
 
@@ -279,8 +280,12 @@ class Findings:
 
     @cached_property
     def losses(self) -> list[Loss]:
-        """What a step would take less without each cause: the means, the largest first."""
-        return mean_losses(self.usual)
+        """What a step would take less without each cause: the means, the largest first.
+
+        What costs less than a thousandth of a step is left out.
+        """
+        least = _WORTH * self.mean_seconds
+        return [loss for loss in mean_losses(self.usual) if loss.seconds >= least]
 
     @cached_property
     def drift(self) -> Drift | None:

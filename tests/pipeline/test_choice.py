@@ -75,7 +75,9 @@ def test_one_device_of_several(
 ) -> None:
     """The others are not started; workers have the threads that they would have with all."""
     monkeypatch.setattr(
-        planner, "plan_for", lambda program, *args, **options: uniform_plan(program, 1, 3)
+        planner,
+        "plan_for",
+        lambda program, *_, **options: planner.Planned(uniform_plan(program, 1, 3), None),
     )
     made = model()
     before = copy.deepcopy(made)
@@ -91,7 +93,9 @@ def test_one_device_of_several(
 def test_workers_that_have_measured_links_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a plan needs fewer, none is started anew."""
     monkeypatch.setattr(
-        planner, "plan_for", lambda program, *args, **options: uniform_plan(program, 1, 3)
+        planner,
+        "plan_for",
+        lambda program, *_, **options: planner.Planned(uniform_plan(program, 1, 3), None),
     )
     monkeypatch.setattr(backend, "ProcessPool", ProcessPool)  # not from the pool of the tests
     started: list[_Process] = []

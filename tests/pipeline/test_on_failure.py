@@ -498,7 +498,9 @@ def test_a_worker_that_is_replaced_leaves_all_devices_to_later_plans(
 ) -> None:
     """Though the plan in use needs fewer."""
     monkeypatch.setattr(
-        planner, "plan_for", lambda program, *args, **options: uniform_plan(program, 1, 2)
+        planner,
+        "plan_for",
+        lambda program, *_, **options: planner.Planned(uniform_plan(program, 1, 2), None),
     )
     x = torch.randn(4, 6)
     with surviving(

@@ -56,7 +56,7 @@ def test_it_is_told_at_building_and_not_of_a_plan_that_was_given(
     plan: ps.Plan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fast = msgspec.structs.replace(plan, one_device_seconds=1e-3, data_parallel_seconds=None)
-    monkeypatch.setattr(planning, "plan_for", lambda *args, **options: fast)
+    monkeypatch.setattr(planning, "plan_for", lambda *_, **options: planning.Planned(fast, None))
     with caplog.at_level(logging.WARNING, "penstock"):
         ps.Pipeline(mlp(6, 6, 6), (X,), devices=2, plan=fast).close()
         assert not caplog.records

@@ -77,7 +77,8 @@ def states() -> dict[int, int]:
 def counts_of(of: Engine | None = None) -> Counts:
     """Of a pipeline that has not done anything."""
     nothing: Any = dict.fromkeys(("steps", "evaluations", "rows", "tokens"), 0)
-    nothing |= {"step_seconds": None, "predicted_seconds": None, "workers": ()}
+    nothing |= {"step_seconds": None, "predicted_seconds": None, "bound_seconds": None}
+    nothing["workers"] = ()
     status: Any = SimpleNamespace(**nothing)
     return Counts(lambda: status, lambda: 0 if of is None else of.open, states)
 
