@@ -184,8 +184,7 @@ class Running:
         """A server of metrics at this address; ranks take one port after the other."""
         if where is None:
             return None
-        board = self.workers.board
-        run = Run(self.description, board, board.path)  # which does not hold the pipeline
+        run = _run_of(self)
         port = where.port + self.description.rank if where.port else 0
         try:
             return MetricsServer(where.host, port, run, known)
@@ -510,6 +509,20 @@ class Running:
             self.runner.close()
 
 
+def _run_of(running: Running) -> Callable[[], Run]:
+    """Gives what is to be seen of a pipeline now; it does not keep the pipeline alive."""
+    known, board = weakref.ref(running), running.workers.board
+    last = [running.description]
+
+    def run() -> Run:
+        here = known()
+        if here is not None:
+            last[0] = here.description
+        return Run(last[0], board, board.path)
+
+    return run
+
+
 def _sampling(running: Running) -> Callable[[int], Sample | None]:
     """What says what workers hold and have done; it does not keep the pipeline alive."""
     known = weakref.ref(running)
@@ -534,7 +547,7 @@ def _sampling(running: Running) -> Callable[[int], Sample | None]:
 
 def _known(running: Running) -> Known:
     """What other processes may ask for; that does not keep the pipeline alive."""
-    known, about = weakref.ref(running), running.about()
+    known = weakref.ref(running)
 
     def here() -> Running:
         found = known()
@@ -547,12 +560,12 @@ def _known(running: Running) -> Known:
 
     def record() -> int:
         steps = here().runner.steps
-        steps.is_asked = True
+        steps.ask()
         return steps.kept.records[-1].step if steps.kept.records else 0
 
     return {
         "stacks": stacks,
         "news": lambda: News(tuple(here().notes()), tuple(here().runner.steps.kept.latest())),
-        "history": lambda: here().runner.steps.kept.history(about),
+        "history": lambda: here().runner.steps.kept.history(here().about()),
         "record": record,
     }

@@ -39,6 +39,7 @@ OPTIMIZER = "optimizer"
 T = TypeVar("T")
 
 _FIRST, _LAST = 2, 5  # the earliest steps that are recorded, from 0; before them caches are cold
+_SECOND = 10**9  # nanoseconds
 _OFTEN = 64  # steps, of which one is recorded
 _TRIES = 16  # steps that are recorded until there is one without an audit
 
@@ -90,6 +91,7 @@ class Steps:
         self.is_asked = self.has_trained = False
         self._hooks: OrderedDict[int, StepHook] = OrderedDict()
         self._open: list[int] = []  # when the passes began that are under way
+        self._is_awaited, self._asked_last = False, -_SECOND  # by another process
         self._forwards: dict[int, int] = {}  # how long calls took whose backward may come
         self._dropped: deque[int] = deque()  # numbers of batches whose backward will not come
         self._ended = 0  # when the step before ended
@@ -182,7 +184,16 @@ class Steps:
     @property
     def is_recorded(self) -> bool:
         """Whether the passes of a batch that is about to be run are to be recorded."""
-        return self.is_asked or self._tries > 0 or _is_sampled(self._number)
+        is_asked = self.is_asked or self._is_due
+        return is_asked or self._tries > 0 or _is_sampled(self._number)
+
+    def ask(self) -> None:
+        """Have a step recorded for another process: soon, but not more often than every second."""
+        self._is_awaited = True
+
+    @property
+    def _is_due(self) -> bool:
+        return self._is_awaited and monotonic_ns() - self._asked_last >= _SECOND
 
     def begin(self) -> int:
         """Note that a pass begins; returns when, in nanoseconds of `time.monotonic_ns()`."""
@@ -331,14 +342,16 @@ class Steps:
 
         Of these only the last is kept, so that audits take no place of what stands for others.
         """
-        is_sampled = _is_sampled(self._number)
+        is_sampled, is_asked = _is_sampled(self._number), self.is_asked or self._is_due
         if not record.is_audited:
             self._tries = 0
         else:
             self._tries = _TRIES if is_sampled else max(0, self._tries - 1)
-        if self.is_asked or is_sampled or not record.is_audited:
-            is_kept = self.is_asked or not is_sampled or _is_kept(self._number)
+        if is_asked or is_sampled or not record.is_audited:
+            is_kept = not (is_asked or is_sampled) or _is_kept(self._number)
             self.kept.record(record, is_kept)
+        if self._is_due:
+            self._is_awaited, self._asked_last = False, monotonic_ns()
         self.is_asked = False
 
     def _note(self, now: int, duration: int, rows: int, tokens: int) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from penstock.board.memory import Board
 from penstock.board.process import is_of_this_user
 from penstock.board.server import Server, read_all
+from penstock.display.safe import printable
 
 SUFFIX = ".sock"
 """Of the socket beside a board's file."""
@@ -151,5 +152,5 @@ def answer_in(data: bytes) -> Any:
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError("the pipeline was closed before it answered") from error
     if "answer" not in found:
-        raise ValueError(str(found.get("error", "there is no answer")))
+        raise ValueError(printable(str(found.get("error", "there is no answer"))))
     return found["answer"]

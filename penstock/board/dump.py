@@ -2,7 +2,11 @@
 
 Python's `faulthandler` writes them in a signal handler, to a file beside the boards. The signal is
 one of those that are free for programs. It is sent only to a process that has made the file, and
-that catches the signal, as Linux says.
+that catches the signal and is not stopped, as Linux says.
+
+`faulthandler` may crash a process whose threads go on running Python while it reads their stacks.
+So it is for those that have not answered for seconds: then one thread has the interpreter's lock,
+and no other can run.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from penstock.board.process import is_alive, started_at, where
+from penstock.board.process import STATE, fields, is_alive, started_at, where
 
 SUFFIX = ".dump"
 """Of the file."""
@@ -72,16 +76,17 @@ def dumped(folder: Path, pid: int, started: int, patience: float) -> str:
         OSError: it does not offer that, or has not written anything in time.
     """
     path = _path(folder, pid, started)
-    if not (path.exists() and is_alive(pid, started) and _is_caught(pid)):
+    runs = is_alive(pid, started) and fields(pid)[STATE] not in "Tt"
+    if not (path.exists() and runs and _is_caught(pid)):
         raise OSError(f"process {pid} does not offer its stacks")
-    before = path.stat().st_size
+    os.truncate(path, 0)
     os.kill(pid, _SIGNAL)
-    end, size = time.monotonic() + patience, before
+    end, size = time.monotonic() + patience, 0
     while time.monotonic() < end:
         time.sleep(_POLL)
         now = path.stat().st_size
-        if now > before and now == size:  # it has ended
-            return path.read_bytes()[before:].decode(errors="replace").rstrip()
+        if now and now == size:  # it has ended
+            return path.read_text(errors="replace").rstrip()
         size = now
     raise TimeoutError(f"process {pid} has not written its stacks within {patience:.1f} s")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.board.control import Answers, Known
@@ -24,6 +25,9 @@ LOOPBACK = "127.0.0.1"
 
 METRICS = "/metrics"
 """The path of them."""
+
+FORBIDDEN = "forbidden"
+"""What is not answered, as a stranger may ask for it by somebody's browser."""
 
 OPEN_METRICS = "application/openmetrics-text"
 """What accepts them as such; others get the older format of Prometheus."""
@@ -73,7 +77,7 @@ class MetricsServer:
     Args:
         host: the address of an interface of this machine.
         port: 0 takes a free one.
-        run: whose state is served, at `/metrics` and as JSON at `/state`.
+        run: gives that whose state is served, at `/metrics` and as JSON at `/state`.
         known: what is answered at the paths `ASKED` of `penstock.board.served`.
 
     Attributes:
@@ -84,7 +88,7 @@ class MetricsServer:
         InputError: prometheus-client is not installed, or the port is not free.
     """
 
-    def __init__(self, host: str, port: int, run: Run, known: Known) -> None:
+    def __init__(self, host: str, port: int, run: Callable[[], Run], known: Known) -> None:
         try:
             from prometheus_client import CollectorRegistry
         except ModuleNotFoundError as error:
@@ -92,7 +96,7 @@ class MetricsServer:
                 "metrics= needs prometheus-client: pip install 'penstock[metrics]'"
             ) from error
         registry = CollectorRegistry()
-        registry.register(Collector(lambda: status_here(run)))
+        registry.register(Collector(lambda: status_here(run())))
         try:
             listener = bound(host, port)
             self.port: int = listener.getsockname()[1]
@@ -132,8 +136,8 @@ def requested(said: bytes) -> str | None:
     """What a request of HTTP asks for: a path, or for metrics `OPEN_METRICS` if that is accepted.
 
     Returns:
-        `None` if it is not whole yet, an empty text if it is none; before the path of what is to be
-        done, and not only read, there is `"POST "`.
+        `None` if it is not whole yet, an empty text if it is none, `FORBIDDEN` if it may not be
+        asked for so; before the path of what is to be done, and not only read, there is `"POST "`.
     """
     head, end, _ = said.partition(b"\r\n\r\n")
     if not end:
@@ -144,35 +148,54 @@ def requested(said: bytes) -> str | None:
     if method not in ("GET", "POST") or not version.startswith("HTTP/1."):
         return ""
     path = target.partition("?")[0]
+    parts = [header.partition(":") for header in headers]
+    fields = {name.strip().lower(): value.strip() for name, _, value in parts}
+    asked = path if method == "GET" else f"POST {path}"
+    if asked in ASKED:
+        return asked if _is_asked_on_purpose(fields) else FORBIDDEN
     if method == "POST":
-        return f"POST {path}" if f"POST {path}" in ASKED else ""
+        return ""
     if path not in ("/", METRICS):
         return path
-    fields = [header.partition(":") for header in headers]
-    accepted = [value for name, _, value in fields if name.lower() == "accept"]
-    return OPEN_METRICS if any(OPEN_METRICS in value for value in accepted) else METRICS
+    return OPEN_METRICS if OPEN_METRICS in fields.get("accept", "") else METRICS
+
+
+def _is_asked_on_purpose(fields: Mapping[str, str]) -> bool:
+    """Whether a request does not come from the page of a stranger in somebody's browser.
+
+    Such a page sends its `Origin`; or the name of the host that it came from, if that name leads
+    here by now (DNS rebinding). `penstock top` sends an address, whatever it was given.
+    """
+    host = fields.get("host", "").rpartition(":")[0] or fields.get("host", "")
+    try:
+        ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return "origin" not in fields
 
 
 class _Pages:
     """Gives the responses of HTTP.
 
     Args:
-        run: whose state is served.
+        run: gives that whose state is served.
         registry: of its metrics.
         known: what is answered besides.
     """
 
-    def __init__(self, run: Run, registry: CollectorRegistry, known: Known) -> None:
+    def __init__(self, run: Callable[[], Run], registry: CollectorRegistry, known: Known) -> None:
         self._run, self._registry, self._answers = run, registry, Answers(known)
 
     def __call__(self, what: str) -> bytes:
         """The response to what is `asked` for."""
         if what == STATE:
-            return _response("200 OK", "application/json", state_of(self._run))
+            return _response("200 OK", "application/json", state_of(self._run()))
         if what in (METRICS, OPEN_METRICS):
             return self._metrics(what)
         if what in ASKED:
             return _response("200 OK", "application/json", self._answers(ASKED[what]))
+        if what == FORBIDDEN:
+            return _response("403 Forbidden", "text/plain", b"penstock top is answered\n")
         if what:
             return _response("404 Not Found", "text/plain", b"/metrics and /state are served\n")
         return _response("400 Bad Request", "text/plain", b"GET is answered\n")

@@ -276,7 +276,10 @@ def _page(url: str, method: str, patience: float, most: int) -> bytes:
     """
     parts, end = urlsplit(url), time.monotonic() + patience
     with socket.create_connection((parts.hostname, parts.port), patience) as sock:
-        sock.sendall(f"{method} {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
+        host = sock.getpeername()[0]  # an address: names may be anybody's
+        sock.sendall(
+            f"{method} {parts.path} HTTP/1.0\r\nHost: [{host}]:{parts.port}\r\n\r\n".encode()
+        )
         data = read_all(sock, end, most)
     head, _, body = data.partition(b"\r\n\r\n")
     version, _, status = printable(head.partition(b"\r\n")[0].decode("latin-1")).partition(" ")

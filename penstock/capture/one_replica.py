@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.capture.attributes import HOOKS_OF_MODULES, owner_of
-from penstock.capture.norms import NORMS
+from penstock.capture.attributes import owner_of
+from penstock.capture.norms import NORMS, is_changed
 from penstock.capture.preserve import own_generators
 from penstock.capture.program import Program
 from penstock.capture.watching import is_compiled
@@ -46,15 +46,9 @@ def why_no_recomputing(program: Program) -> str:
 
 def may_have_a_twin(module: nn.Module) -> bool:
     """Whether it is a norm whose call runs nothing that knows the module itself: hooks, say."""
-    own = vars(module)
     if getattr(type(module), "forward", None) not in NORMS:  # a scripted one has none
         return False
-    hooks = any(
-        not getattr(hook, "__module__", "").startswith("penstock.")
-        for registry in HOOKS_OF_MODULES(own)
-        for hook in registry.values()
-    )
-    return not (hooks or any(module.children()) or "forward" in own or is_compiled(module))
+    return not (is_changed(module) or any(module.children()) or is_compiled(module))
 
 
 def _reason(program: Program) -> str:

@@ -28,7 +28,7 @@ PATIENCE = 60.0
 
 _T = TypeVar("_T")
 _PAUSE = 0.1  # seconds between looks whether there is one
-_SOON, _ANSWER = 0.8, 5.0  # seconds for an answer, and for one that is long
+_SOON, _ANSWER = 1.5, 5.0  # seconds for an answer, and for one that is long
 
 
 class Task:
@@ -70,14 +70,15 @@ def stacks_of(runs: Sequence[RunView]) -> Mapping[str, str]:
     for run in runs:
         title = _name(run)
         try:
-            stacks = msgspec.convert(run.ask("stacks", _SOON), dict[str, str])
-        except (OSError, ValueError) as error:
+            stacks = msgspec.convert(run.ask("stacks", _ANSWER), dict[str, str])
+            found |= {f"{title}, {name}": stack for name, stack in stacks.items()}
+        except TimeoutError as error:
             try:
                 found[title] = f"it cannot run Python now\n\n{run.dumped(_SOON)}"
             except OSError:
                 found[title] = f"no answer: {error}"
-            continue
-        found |= {f"{title}, {name}": stack for name, stack in stacks.items()}
+        except (OSError, ValueError) as error:
+            found[title] = f"no answer: {error}"
     return found
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from penstock.capture import Program, Sizes
-from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten_result
 from penstock.devices.choice import threads_per_worker
@@ -69,7 +68,7 @@ def measured(
     taken: list[list[float]] = [[] for _ in plans]
     twin = copy.copy(program)
     devices = [torch.device(name) for name in dict.fromkeys(n for p in plans for n in p.devices)]
-    with objects_kept(program.model.modules()), generators_kept(devices):
+    with untouched(program.model), generators_kept(devices):
         twin.model = shadow(program.model, devices[0], program.written)
         if all(plan.inference for plan in plans):
             twin.model.eval()

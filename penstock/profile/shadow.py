@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from copy import copy, deepcopy
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -54,6 +55,10 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
             twin.__dict__[name] = made.setdefault(id(value), _moved(value, device))
         elif isinstance(value, MethodType) and value.__self__ is module:  # a replaced forward
             twin.__dict__[name] = MethodType(value.__func__, twin)
+        elif isinstance(value, partial):  # another one
+            given = [_own(argument, device, made) for argument in value.args]
+            named = {key: _own(argument, device, made) for key, argument in value.keywords.items()}
+            twin.__dict__[name] = partial(value.func, *given, **named)
         elif type(value) in (list, tuple, dict, set):
             twin.__dict__[name] = made.setdefault(id(value), _copied(value, device))
     twin.__dict__["_parameters"] = {
@@ -69,6 +74,11 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
         for name, child in module._modules.items()
     }
     return twin
+
+
+def _own(value: Any, device: torch.device, made: dict[int, Any]) -> Any:
+    """The shadow's own of something, if it is a module."""
+    return _shadow(value, device, made) if isinstance(value, nn.Module) else value
 
 
 def _copied(value: Any, device: torch.device) -> Any:

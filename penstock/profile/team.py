@@ -131,12 +131,13 @@ class Team:
         """Let every member give one result after the other, all at the same time.
 
         What forwards change in their modules is put back then, as a model that counts its forwards
-        may not be able to count all of a profile.
+        may not be able to count all of a profile. So is what they change in the user's own: a
+        forward may be a closure that knows it.
         """
         end_idle_threads(self.threads)
         with ExitStack() as stack:
-            for member in self.members:
-                stack.enter_context(untouched(member.model))
+            for model in (self.program.model, *(member.model for member in self.members)):
+                stack.enter_context(untouched(model))
             self._run_together(results, start, pace)
 
     def _run_together(
@@ -181,11 +182,13 @@ class Team:
     def nests(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the backward runs another one in it; not known with made-up weights."""
         member = self.members[0]
-        return isinstance(member, _Member) and member.nests(leaves, sizes)
+        with untouched(self.program.model):
+            return isinstance(member, _Member) and member.nests(leaves, sizes)
 
     def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
         """The bytes that every call is the first to hold for its backward."""
-        return self.members[0].saved_bytes(leaves, sizes)
+        with untouched(self.program.model):
+            return self.members[0].saved_bytes(leaves, sizes)
 
 
 def _member(program: Program, device: torch.device, inference: bool) -> _Member | Sampler:

@@ -7,11 +7,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import penstock as ps
 from penstock.board.dump import _path, dumped
 from penstock.board.process import started_at
+from penstock.board.runs import Run, find
 from penstock.observe.on_demand import stacks_of
 from penstock.observe.watch import Watch
+
+
+def tiny() -> ps.Pipeline:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    given = {"cuts": ["1"], "schedule": "1f1b", "num_microbatches": 2, "audit": None}
+    return ps.Pipeline(model, (torch.ones(4, 3),), devices=["cpu"] * 2, **given)
+
 
 pytestmark = [
     pytest.mark.usefixtures("boards"),
@@ -65,6 +76,28 @@ def test_nobody_is_sent_a_signal_that_would_end_it(tmp_path: Path) -> None:
         assert child.returncode == 0
     finally:
         child.kill()
+
+
+def test_a_process_that_answers_is_never_sent_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`faulthandler` may crash it, while its threads run Python."""
+
+    errors = [ValueError("no"), FileNotFoundError(), ConnectionRefusedError()]
+
+    def never(*_: object) -> str:
+        raise AssertionError
+
+    class Busy(Run):
+        def ask(self, question: str, timeout: float) -> object:
+            raise errors.pop()
+
+    monkeypatch.setattr(Run, "dumped", never)
+    with tiny() as pipe:
+        (run,) = find()
+        while errors:
+            busy = Busy(run.description, run.board, run.path)
+            assert "no answer" in next(iter(stacks_of([busy]).values()))
+        assert "File " in next(iter(stacks_of([run]).values()))
+        assert pipe.plan
 
 
 def test_a_signal_that_the_script_uses_is_left_alone(tmp_path: Path) -> None:

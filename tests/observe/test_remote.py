@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -21,9 +22,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.account.history import read_run
 from penstock.board import served as module
 from penstock.board.served import Remote, url_of
 from penstock.cli import main
+from penstock.observe.on_demand import history_of
 from penstock.observe.remote import Served
 from penstock.observe.watch import Watch
 
@@ -159,6 +162,7 @@ def test_answers_that_make_no_sense(
         code, out, _ = top(pipe.metrics, "--once", "--stacks", "--interval", "0.1")
         assert code == 0
         assert "no answer" in out
+        assert "\x1b" not in out
 
 
 def test_a_history_that_nobody_could_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -294,3 +298,37 @@ def test_all_ranks_from_the_address_of_the_first(tmp_path: Path) -> None:
     finally:
         job.terminate()
         job.wait(30)
+
+
+def test_what_is_predicted_anew_is_said_to_all() -> None:
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0) as pipe:
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        plan = msgspec.structs.replace(pipe.plan, predicted_step_seconds=7.0)
+        pipe._running._predict(plan, None)
+        assert pipe.status().predicted_seconds == 7.0
+        for which in (pipe.metrics, str(os.getpid())):
+            code, out, _ = top(which, "--json", "--interval", "0.1")
+            assert code == 0
+            assert json.loads(out)["pipelines"][0]["predicted_seconds"] == 7.0
+        served = Served(pipe.metrics)
+        assert history_of(served.find()[0]).about.plan.predicted_step_seconds == 7.0
+        served.close()
+
+
+def test_others_ask_for_records_once_in_a_second_and_fill_no_folder(tmp_path: Path) -> None:
+    x = torch.ones(4, 3)
+    with pipeline(metrics=0, run=tmp_path / "first") as pipe:
+        for _ in range(40):
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        remote = Remote(url_of(pipe.metrics))
+        remote.wait()
+        before = len(read_run(tmp_path / "first").records)
+        known = {record.step for record in pipe.history().records}
+        for _ in range(5):
+            remote.ask("record", 5.0)
+            pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        asked = {record.step for record in pipe.history().records} - known
+        assert 1 <= len(asked) < 5
+        assert len(read_run(tmp_path / "first").records) == before
+        remote.close()

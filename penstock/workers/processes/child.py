@@ -9,10 +9,12 @@ import signal
 import socket
 import sys
 import threading
+from types import FrameType
 
 COMMAND = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
+    "signal.signal(signal.SIGUSR2, signal.SIG_IGN); "
     "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {path!r}; "
     "from penstock.workers.processes.child import main; main(*{arguments!r})"
 )
@@ -28,13 +30,13 @@ def main(worker: int, workers: int, control: int, lifeline: int, board: int, dum
         control: the file descriptor of the socket to the driver.
         lifeline: of a pipe that closes when the driver is gone.
         board: of the memory where every worker says what it is doing.
-        dump: of a file for the stack, which is written there on SIGUSR1, and if this process is
-            about to die.
+        dump: of a file for the stacks of this process's threads, which are written there on
+            SIGUSR1, and if this process is about to die.
     """
     for fd in (control, lifeline, board, dump):
         os.set_inheritable(fd, False)
     _follow(lifeline)
-    faulthandler.register(signal.SIGUSR1, file=dump)
+    _offer_stacks(dump)
     faulthandler.enable(file=dump)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
@@ -46,6 +48,46 @@ def main(worker: int, workers: int, control: int, lifeline: int, board: int, dum
         os.lseek(dump, 0, os.SEEK_SET)
         os.write(dump, traceback.format_exc().encode())
         os._exit(1)
+
+
+def _offer_stacks(dump: int) -> None:
+    """Have stacks written to a file, on SIGUSR1 in Python, on SIGUSR2 without it.
+
+    `faulthandler` reads the stacks of threads while these go on running Python, which may crash
+    the process. So a thread of its own writes them, with the interpreter's lock; it is woken by the
+    signal's handler in C, whatever the main thread does. The other signal is for a process in which
+    no thread can run Python, as one of them hangs with the lock.
+    """
+    reads, writes = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writes, False)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.siginterrupt(signal.SIGUSR1, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    threading.Thread(target=_write_stacks, args=(reads, dump), daemon=True).start()
+    faulthandler.register(signal.SIGUSR2, file=dump)
+
+
+def _write_stacks(reads: int, dump: int) -> None:
+    while said := os.read(reads, 64):
+        if signal.SIGUSR1 in said:
+            os.write(dump, _stacks().encode(errors="replace"))
+
+
+def _stacks() -> str:
+    """The stacks of all threads but this one, as `faulthandler` writes them, the main one first."""
+    main, own = threading.main_thread().ident, threading.get_ident()
+    parts = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        if ident != own:
+            title = "Current thread" if ident == main else "Thread"
+            lines = [f"{title} 0x{ident:016x} (most recent call first):"]
+            at: FrameType | None = frame
+            while at is not None:
+                code = at.f_code
+                lines.append(f'  File "{code.co_filename}", line {at.f_lineno} in {code.co_name}')
+                at = at.f_back
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
 
 
 def _follow(lifeline: int) -> None:

@@ -102,15 +102,19 @@ class _Process:
         hint = ", as the kernel does when memory runs out," if name == "SIGKILL" else ""
         return f"(process {pid}) was killed by {name}{hint}"
 
-    def ask_for_stack(self) -> None:
-        """Have it write down what its Python code is doing; `written` reads that."""
+    def ask_for_stack(self, by: signal.Signals) -> None:
+        """Have it write down what its Python code is doing; `written` reads that.
+
+        Args:
+            by: SIGUSR1, or SIGUSR2 if it cannot run Python, see `penstock.workers.processes.child`.
+        """
         with contextlib.suppress(ProcessLookupError, ValueError):  # another thread has closed it
             os.ftruncate(self.dump.fileno(), 0)
             self.dump.seek(0)
-            self.popen.send_signal(signal.SIGUSR1)
+            self.popen.send_signal(by)
 
     def written(self) -> str:
-        """The stacks that its `faulthandler` has written, as text."""
+        """The stacks that it has written, as text."""
         with contextlib.suppress(ValueError):  # as above
             self.dump.seek(0)
             return self.dump.read().decode(errors="replace").rstrip()
@@ -466,14 +470,15 @@ class ProcessPool(Pool):
         return None
 
     def describe(self, workers: Sequence[int]) -> dict[int, str]:
-        deadline = time.monotonic() + _DUMP
         asked = [worker for worker in workers if self._codes()[worker]]
-        for worker in asked:
-            self._processes[worker].ask_for_stack()
-        last, now = None, dict.fromkeys(asked, "")
-        while time.monotonic() < deadline and (last != now or not all(now.values())):
-            time.sleep(_DUMP / 10)
-            last, now = now, {worker: self._processes[worker].written() for worker in asked}
+        now = self._stacks(asked, signal.SIGUSR1)
+        hanging = [
+            worker
+            for worker in asked
+            if not now[worker] and not self._processes[worker].pulse.is_stopped()
+        ]
+        if hanging:
+            now |= self._stacks(hanging, signal.SIGUSR2)
         found = {}
         for worker in workers:
             process = self._processes[worker]
@@ -481,6 +486,17 @@ class ProcessPool(Pool):
             what = f"{stopped}{self.activity(worker)} (process {process.popen.pid})"
             found[worker] = f"{what}\n{now.get(worker, '')}".rstrip()
         return found
+
+    def _stacks(self, workers: Sequence[int], by: signal.Signals) -> dict[int, str]:
+        """What these write down within a moment, when they get this signal."""
+        deadline = time.monotonic() + _DUMP
+        for worker in workers:
+            self._processes[worker].ask_for_stack(by)
+        last, now = None, dict.fromkeys(workers, "")
+        while time.monotonic() < deadline and (last != now or not all(now.values())):
+            time.sleep(_DUMP / 10)
+            last, now = now, {worker: self._processes[worker].written() for worker in workers}
+        return now
 
     def _stopped(self) -> list[int]:
         return [k for k, process in enumerate(self._processes) if process.pulse.has_stopped()]
