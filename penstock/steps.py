@@ -342,7 +342,8 @@ class Steps:
 
         Of these only the last is kept, so that audits take no place of what stands for others.
         """
-        is_sampled, is_asked = _is_sampled(self._number), self.is_asked or self._is_due
+        is_sampled, is_due = _is_sampled(self._number), self._is_due
+        is_asked = self.is_asked or is_due
         if not record.is_audited:
             self._tries = 0
         else:
@@ -350,7 +351,7 @@ class Steps:
         if is_asked or is_sampled or not record.is_audited:
             is_kept = not (is_asked or is_sampled) or _is_kept(self._number)
             self.kept.record(record, is_kept)
-        if self._is_due:
+        if is_due:
             self._is_awaited, self._asked_last = False, monotonic_ns()
         self.is_asked = False
 

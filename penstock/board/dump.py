@@ -76,7 +76,8 @@ def dumped(folder: Path, pid: int, started: int, patience: float) -> str:
         OSError: it does not offer that, or has not written anything in time.
     """
     path = _path(folder, pid, started)
-    runs = is_alive(pid, started) and fields(pid)[STATE] not in "Tt"
+    known = fields(pid)
+    runs = bool(known) and is_alive(pid, started) and known[STATE] not in "Tt"
     if not (path.exists() and runs and _is_caught(pid)):
         raise OSError(f"process {pid} does not offer its stacks")
     os.truncate(path, 0)

@@ -26,6 +26,8 @@ LOOPBACK = "127.0.0.1"
 METRICS = "/metrics"
 """The path of them."""
 
+_OWN = ("none", "same-origin")  # what a browser says of a request that somebody has typed, say
+
 FORBIDDEN = "forbidden"
 """What is not answered, as a stranger may ask for it by somebody's browser."""
 
@@ -148,8 +150,10 @@ def requested(said: bytes) -> str | None:
     if method not in ("GET", "POST") or not version.startswith("HTTP/1."):
         return ""
     path = target.partition("?")[0]
-    parts = [header.partition(":") for header in headers]
-    fields = {name.strip().lower(): value.strip() for name, _, value in parts}
+    fields: dict[str, str] = {}
+    for name, _, value in (header.partition(":") for header in headers):
+        name, before = name.strip().lower(), fields.get(name.strip().lower(), "")
+        fields[name] = f"{before},{value.strip()}" if before else value.strip()
     asked = path if method == "GET" else f"POST {path}"
     if asked in ASKED:
         return asked if _is_asked_on_purpose(fields) else FORBIDDEN
@@ -163,15 +167,17 @@ def requested(said: bytes) -> str | None:
 def _is_asked_on_purpose(fields: Mapping[str, str]) -> bool:
     """Whether a request does not come from the page of a stranger in somebody's browser.
 
-    Such a page sends its `Origin`; or the name of the host that it came from, if that name leads
-    here by now (DNS rebinding). `penstock top` sends an address, whatever it was given.
+    Its browser sends its `Origin`, or that it is of another site; or the name of the host that it
+    came from, if that name leads here by now (DNS rebinding). `penstock top` sends an address,
+    whatever it was given.
     """
-    host = fields.get("host", "").rpartition(":")[0] or fields.get("host", "")
+    host = fields.get("host", "")
+    address = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:
-        ip_address(host.removeprefix("[").removesuffix("]"))
+        ip_address(address)
     except ValueError:
         return False
-    return "origin" not in fields
+    return "origin" not in fields and fields.get("sec-fetch-site", "none") in _OWN
 
 
 class _Pages:

@@ -110,6 +110,48 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
             parameters.restore()
 
 
+@contextmanager
+def gradients_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters have no gradients but those that backwards leave; they are dropped."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+@contextmanager
+def buffers_kept(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Whatever runs inside, these buffers stay the same tensors, with what they hold.
+
+    They are not swapped for others meanwhile, and are written only if they have changed.
+
+    Args:
+        model: that has them.
+        names: of buffers; others are left out.
+    """
+    before = []
+    for name in names:
+        path, _, own = name.rpartition(".")
+        module = dict(model.named_modules()).get(path)
+        if module is not None and (tensor := module._buffers.get(own)) is not None:
+            before.append((module, own, tensor, tensor.detach().clone()))
+    try:
+        yield
+    finally:
+        for module, own, tensor, content in before:
+            module._buffers[own] = tensor
+            if same_tensor(tensor.detach(), content):
+                continue
+            if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+                tensor.data = content  # expanded: it has fewer elements than it shows
+            else:
+                tensor.detach().copy_(content)
+
+
 def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
     """Run a forward and let the marks stay that a first one makes: flags, classes and hooks.
 

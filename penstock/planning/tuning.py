@@ -8,22 +8,21 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from penstock.capture import Program, Sizes
-from penstock.capture.preserve import objects_kept
+from penstock.capture.preserve import buffers_kept, gradients_kept, objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten_result
 from penstock.devices.choice import threads_per_worker
 from penstock.display.terminal import Progress
 from penstock.engine.batch import Batch
 from penstock.engine.ends import Loss
-from penstock.engine.state import Backup
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.profile.shadow import shadow
@@ -70,12 +69,12 @@ def measured(
     taken: list[list[float]] = [[] for _ in plans]
     twin = copy.copy(program)
     devices = [torch.device(name) for name in dict.fromkeys(n for p in plans for n in p.devices)]
-    buffers = dict(program.model.named_buffers())
-    changed = [buffers[name] for name in program.train.changed if name in buffers]
     with (
         objects_kept(program.model.modules()),
         generators_kept(devices),
-        _kept(Backup((), changed)),  # a forward may be a closure that knows the user's modules
+        # a forward may be a closure that knows the user's modules
+        buffers_kept(program.model, program.train.changed),
+        gradients_kept(program.model.parameters()),
     ):
         twin.model = shadow(program.model, devices[0], program.written)
         if all(plan.inference for plan in plans):
@@ -88,14 +87,6 @@ def measured(
                     progress(done, rounds * len(plans), f"measuring {what}")
                 taken[number] += _times(twin, leaves, plan)
     return taken
-
-
-@contextmanager
-def _kept(backup: Backup) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        backup.restore()
 
 
 def _times(program: Program, leaves: Sequence[Any], plan: Plan) -> list[float]:

@@ -183,7 +183,8 @@ _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 def _made_of(module: nn.Module) -> list[str]:
     """A module's code and settings: what a closed one does is in no recording."""
-    code = getattr(type(module).forward, "__code__", None)
+    forward = getattr(type(module), "forward", None)  # one of torch.jit has none
+    code = getattr(forward, "__code__", None)
     settings = [
         f"{name}={value if isinstance(value, _PLAIN) else value.__qualname__}"
         for name, value in sorted(vars(module).items())

@@ -55,10 +55,8 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
             twin.__dict__[name] = made.setdefault(id(value), _moved(value, device))
         elif isinstance(value, MethodType) and value.__self__ is module:  # a replaced forward
             twin.__dict__[name] = MethodType(value.__func__, twin)
-        elif isinstance(value, partial):  # another one
-            given = [_own(argument, device, made) for argument in value.args]
-            named = {key: _own(argument, device, made) for key, argument in value.keywords.items()}
-            twin.__dict__[name] = partial(value.func, *given, **named)
+        elif type(value) is partial:  # another one, as Accelerate makes it
+            twin.__dict__[name] = _rebound(value, device, made)
         elif type(value) in (list, tuple, dict, set):
             twin.__dict__[name] = made.setdefault(id(value), _copied(value, device))
     twin.__dict__["_parameters"] = {
@@ -76,9 +74,18 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
     return twin
 
 
-def _own(value: Any, device: torch.device, made: dict[int, Any]) -> Any:
-    """The shadow's own of something, if it is a module."""
-    return _shadow(value, device, made) if isinstance(value, nn.Module) else value
+def _rebound(value: partial[Any], device: torch.device, made: dict[int, Any]) -> partial[Any]:
+    """The same function of the shadow's modules, where it is given those of the user."""
+
+    def own(argument: Any) -> Any:
+        if isinstance(argument, MethodType) and isinstance(argument.__self__, nn.Module):
+            return MethodType(argument.__func__, _shadow(argument.__self__, device, made))
+        return _shadow(argument, device, made) if isinstance(argument, nn.Module) else argument
+
+    named = {key: own(argument) for key, argument in value.keywords.items()}
+    found = partial(own(value.func), *map(own, value.args), **named)
+    found.__dict__.update(value.__dict__)
+    return found
 
 
 def _copied(value: Any, device: torch.device) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from penstock.capture.calls import ambient
 from penstock.capture.halves import run_pending
 from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
-from penstock.capture.preserve import untouched
+from penstock.capture.preserve import gradients_kept, untouched
 from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.streams import on
 from penstock.profile.sampling import Sampler
@@ -136,8 +136,9 @@ class Team:
         """
         end_idle_threads(self.threads)
         with ExitStack() as stack:
-            for model in (self.program.model, *(member.model for member in self.members)):
-                stack.enter_context(untouched(model))
+            stack.enter_context(_left_alone(self.program.model))
+            for member in self.members:
+                stack.enter_context(untouched(member.model))
             self._run_together(results, start, pace)
 
     def _run_together(
@@ -182,13 +183,20 @@ class Team:
     def nests(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the backward runs another one in it; not known with made-up weights."""
         member = self.members[0]
-        with untouched(self.program.model):
+        with _left_alone(self.program.model):
             return isinstance(member, _Member) and member.nests(leaves, sizes)
 
     def saved_bytes(self, leaves: Sequence[Any], sizes: Sizes) -> list[int]:
         """The bytes that every call is the first to hold for its backward."""
-        with untouched(self.program.model):
+        with _left_alone(self.program.model):
             return self.members[0].saved_bytes(leaves, sizes)
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside, the user's model stays as it came, with its gradients."""
+    with gradients_kept(model.parameters()), untouched(model):
+        yield
 
 
 def _member(program: Program, device: torch.device, inference: bool) -> _Member | Sampler:

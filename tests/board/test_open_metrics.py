@@ -168,6 +168,11 @@ def spoken(url: str, said: bytes) -> bytes:
         (b"POST /metrics HTTP/1.1\r\n\r\n", b"400 Bad Request"),
         (b"GET /stacks HTTP/1.1\r\nHost: 127.0.0.1:1\r\n\r\n", b"200 OK"),
         (b"GET /stacks HTTP/1.1\r\nHost: [::1]:1\r\n\r\n", b"200 OK"),
+        (b"GET /stacks HTTP/1.1\r\nHost: [::1]\r\n\r\n", b"200 OK"),
+        (
+            b"GET /stacks HTTP/1.1\r\nHost: 127.0.0.1\r\nSec-Fetch-Site: cross-site\r\n\r\n",
+            b"403 Forbidden",
+        ),
         (b"GET /stacks HTTP/1.1\r\nHost: evil.example:1\r\n\r\n", b"403 Forbidden"),
         (b"GET /history HTTP/1.1\r\n\r\n", b"403 Forbidden"),
         (b"POST /record HTTP/1.1\r\nHost: 127.0.0.1:1\r\n\r\n", b"200 OK"),

@@ -151,6 +151,13 @@ def begin(shown: Terminal) -> None:
     shown.until(lambda text: FOOTER in text and "steps/s" in text)
 
 
+def second_worker(tmp_path: Path) -> int:
+    """The number of its process."""
+    (description,) = (tmp_path / "run" / "penstock").glob("*.json")
+    pid: int = json.loads(description.read_text())["workers"][1]["pid"]
+    return pid
+
+
 def fits(shown: Terminal, width: int) -> None:
     assert max(map(len, shown.lines())) <= width
 
@@ -200,8 +207,7 @@ def test_a_worker_that_is_stopped_and_killed(
 ) -> None:
     shown, width = terminal
     begin(shown)
-    (description,) = (tmp_path / "run" / "penstock").glob("*.json")
-    pid = json.loads(description.read_text())["workers"][1]["pid"]
+    pid = second_worker(tmp_path)
     assert pid != script.pid
     os.kill(pid, signal.SIGSTOP)
     shown.until(lambda text: "stopped by a sig" in text)
@@ -220,14 +226,12 @@ def test_a_worker_that_is_replaced(
 ) -> None:
     shown, width = terminal
     begin(shown)
-    (description,) = (tmp_path / "run" / "penstock").glob("*.json")
-    pid = json.loads(description.read_text())["workers"][1]["pid"]
+    pid = second_worker(tmp_path)
     assert pid != script.pid
     os.kill(pid, signal.SIGKILL)
     text = shown.until(lambda text: "after step" in text and "worker 1" in text)
     fits(shown, width)
     assert "its process has ended" not in text
-    (description,) = (tmp_path / "run" / "penstock").glob("*.json")
-    assert json.loads(description.read_text())["workers"][1]["pid"] != pid
+    assert second_worker(tmp_path) != pid
     shown.type("q")
     shown.until(lambda text: "ended with 0" in text)

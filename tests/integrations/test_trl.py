@@ -61,9 +61,7 @@ def trained(kind: type[Any], folder: Path, **options: Any) -> Any:
         disable_tqdm=True,
     )
     data = Dataset.from_dict({"input_ids": rows})
-    trainer = kind(
-        model, arguments, train_dataset=data, processing_class=tokenizer, **options
-    )
+    trainer = kind(model, arguments, train_dataset=data, processing_class=tokenizer, **options)
     trainer.train()
     return trainer
 

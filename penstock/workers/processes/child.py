@@ -9,6 +9,8 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 COMMAND = (
@@ -60,11 +62,21 @@ def _offer_stacks(dump: int) -> None:
     """
     reads, writes = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writes, False)
-    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.signal(signal.SIGUSR1, partial(_wake, writes))
     signal.siginterrupt(signal.SIGUSR1, False)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     threading.Thread(target=_write_stacks, args=(reads, dump), daemon=True).start()
     faulthandler.register(signal.SIGUSR2, file=dump)
+
+
+def _wake(writes: int, *_: object) -> None:
+    """Wake the thread, if something else is woken by signals in its place, as by asyncio."""
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    if before not in (-1, writes):
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+    if before != writes:
+        with suppress(BlockingIOError):
+            os.write(writes, bytes([signal.SIGUSR1]))
 
 
 def _write_stacks(reads: int, dump: int) -> None:
