@@ -172,22 +172,22 @@ class Running:
         """Publish the board, serve the metrics and write the description, for `penstock top`."""
         workers = self.workers
         self.description = description_of(self._model, self.plan, workers)
-        known = _known(self)
-        self.metrics = self._served(self._served_at, known)
+        answers = _answers_of(self)
+        self.metrics = self._served(self._served_at, answers)
         if self.metrics:
             self._at_end(self.metrics.close, stack)
         publish(workers.board, self.description)
-        listen(workers.board, known)
+        listen(workers.board, answers)
         self.runner.steps.kept.sample_by(_sampling(self))
 
-    def _served(self, where: Address | None, known: Known) -> MetricsServer | None:
+    def _served(self, where: Address | None, answers: Known) -> MetricsServer | None:
         """A server of metrics at this address; ranks take one port after the other."""
         if where is None:
             return None
         run = _run_of(self)
         port = where.port + self.description.rank if where.port else 0
         try:
-            return MetricsServer(where.host, port, run, known)
+            return MetricsServer(where.host, port, run, answers)
         except InputError as error:
             if where.is_asked_for:
                 raise
@@ -288,6 +288,7 @@ class Running:
         """Have the workers go on with the same plan, of which something else is predicted now."""
         if plan is self.plan:
             return
+        plan = replace_fields(plan, note=self.plan.note)
         self.profile, self.runner.plan = profile, plan
         board = self.workers.board
         self.runner.steps.use(board, plan, len(self.workers.devices))
@@ -545,7 +546,7 @@ def _sampling(running: Running) -> Callable[[int], Sample | None]:
     return sample
 
 
-def _known(running: Running) -> Known:
+def _answers_of(running: Running) -> Known:
     """What other processes may ask for; that does not keep the pipeline alive."""
     known = weakref.ref(running)
 

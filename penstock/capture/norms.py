@@ -35,10 +35,10 @@ def only_normalises(module: nn.Module) -> bool:
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
     is_known = getattr(kind, "forward", None) in NORMS or name in _KNOWN
-    return is_known and not any(map(is_changed, module.modules()))
+    return is_known and not any(map(is_patched, module.modules()))
 
 
-def is_changed(module: nn.Module) -> bool:
+def is_patched(module: nn.Module) -> bool:
     """Whether a module has hooks of the user's, or another forward than its class."""
     own = vars(module)
     return "forward" in own or any(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.capture.attributes import owner_of
-from penstock.capture.norms import NORMS, is_changed
+from penstock.capture.norms import NORMS, is_patched
 from penstock.capture.preserve import own_generators
 from penstock.capture.program import Program
 from penstock.capture.watching import is_compiled
@@ -48,7 +48,7 @@ def may_have_a_twin(module: nn.Module) -> bool:
     """Whether it is a norm whose call runs nothing that knows the module itself: hooks, say."""
     if getattr(type(module), "forward", None) not in NORMS:  # a scripted one has none
         return False
-    return not (is_changed(module) or any(module.children()) or is_compiled(module))
+    return not (is_patched(module) or any(module.children()) or is_compiled(module))
 
 
 def _reason(program: Program) -> str:

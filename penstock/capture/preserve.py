@@ -111,8 +111,8 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
 
 
 @contextmanager
-def gradients_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters have no gradients but those that backwards leave; they are dropped."""
+def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """While open, parameters have none of their gradients; what backwards leave is dropped."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None

@@ -217,10 +217,12 @@ def better_plan(of: Replanning) -> Planned:
     now, seconds = _now(of, best, costs)
     if best.predicted_step_seconds < _WORTH * seconds:
         return _planned(best, costs)
-    if now.layout != plan.layout:
+    if now is None or now.layout != plan.layout:
         return Planned(plan, None, stays=True)
-    others = {name: getattr(best, name) for name in ("considered", "data_parallel_seconds", "note")}
-    return _planned(replace_fields(now, **others), costs)._replace(stays=True)
+    also = replace_fields(
+        now, considered=best.considered, data_parallel_seconds=best.data_parallel_seconds
+    )
+    return _planned(also, costs)._replace(stays=True)
 
 
 def plan_on_others(of: Replanning) -> Planned:
@@ -242,17 +244,21 @@ def _planned(plan: Plan, costs: Sequence[Profile]) -> Planned:
     return Planned(plan, next(fitting, costs[0]))
 
 
-def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> tuple[Plan, float]:
-    """The plan in use by new profiles, as far as it is found again, and the seconds of a step.
+def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> tuple[Plan | None, float]:
+    """What new profiles predict of the plan in use.
 
     Args:
         of: the plan, and what was asked of it.
         best: the best one by these profiles.
         costs: the profiles.
+
+    Returns:
+        the plan that is found for the same stages and replicas, `None` for one device, which may
+        be laid out otherwise; and the seconds of a step.
     """
     plan, limits = of.plan, limits_of(of.backend)
     if len(plan.devices) == 1:
-        return plan, best.one_device_seconds or best.predicted_step_seconds
+        return None, best.one_device_seconds or best.predicted_step_seconds
     as_it_is = replace(
         of.same,
         schedule=plan.schedule if len(plan.stages) > 1 and not plan.inference else "auto",

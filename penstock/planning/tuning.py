@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from penstock.capture import Program, Sizes
-from penstock.capture.preserve import buffers_kept, gradients_kept, objects_kept
+from penstock.capture.preserve import buffers_kept, objects_kept, without_gradients
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import flatten_result
 from penstock.devices.choice import threads_per_worker
@@ -74,7 +74,7 @@ def measured(
         generators_kept(devices),
         # a forward may be a closure that knows the user's modules
         buffers_kept(program.model, program.train.changed),
-        gradients_kept(program.model.parameters()),
+        without_gradients(program.model.parameters()),
     ):
         twin.model = shadow(program.model, devices[0], program.written)
         if all(plan.inference for plan in plans):

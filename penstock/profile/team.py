@@ -17,7 +17,7 @@ from penstock.capture.calls import ambient
 from penstock.capture.halves import run_pending
 from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
-from penstock.capture.preserve import gradients_kept, untouched
+from penstock.capture.preserve import untouched, without_gradients
 from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.streams import on
 from penstock.profile.sampling import Sampler
@@ -195,7 +195,7 @@ class Team:
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Whatever runs inside, the user's model stays as it came, with its gradients."""
-    with gradients_kept(model.parameters()), untouched(model):
+    with without_gradients(model.parameters()), untouched(model):
         yield
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
+from penstock.capture.preserve import without_gradients
 from penstock.errors import InputError
 from penstock.training.masters import MasterWeights, restore_float32
 from penstock.workers.optimizer_parts import Groups, Parts, move_state
@@ -130,7 +130,7 @@ class PipelineOptimizer(Optimizer):
             move_state(self.param_groups, self.state)
             parts.load(self.state)
             self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
-        with _without_gradients(self._updated):
+        with without_gradients(self._updated):
             self._parts.step(self.param_groups, self.state)
         self._updated = ()
 
@@ -168,16 +168,3 @@ class PipelineOptimizer(Optimizer):
         if parts is not None:
             parts.load(self.state)  # if that is given up, the next step loads all of it
             self._parts = parts
-
-
-@contextmanager
-def _without_gradients(parameters: Collection[torch.Tensor]) -> Iterator[None]:
-    """While open, these parameters have no gradients, so an optimizer leaves them as they are."""
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

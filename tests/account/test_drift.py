@@ -54,13 +54,12 @@ def test_only_the_latest_steps_count() -> None:
 
 
 def test_no_two_workers_are_slower_than_each_other() -> None:
-    """In one step the one was slower, in others the other."""
+    """In two of four steps the one was slower, in two the other."""
     plan = plan_of(EVEN)
     steps = [replace(EVEN, cause=SLOW, where=k % 2, much=2.0).record() for k in range(4)]
-    steps.append(replace(EVEN, cause=SLOW, where=1, much=1.5).record())
     found = drift([account(step, plan) for step in steps], plan)
     assert found is not None
-    assert str(found).count("slower than the others") <= 1
+    assert "slower than the others" not in str(found)
 
 
 def test_a_worker_that_is_slower_than_the_others() -> None:

@@ -158,6 +158,12 @@ def second_worker(tmp_path: Path) -> int:
     return pid
 
 
+def end(shown: Terminal) -> None:
+    """End it; the shell says that it went well."""
+    shown.type("q")
+    shown.until(lambda text: "ended with 0" in text)
+
+
 def fits(shown: Terminal, width: int) -> None:
     assert max(map(len, shown.lines())) <= width
 
@@ -190,8 +196,7 @@ def test_keys(
     shown.until(lambda text: "train.py" in text and "in loss" in text)
     fits(shown, width)
     assert FOOTER in shown.lines()[-1]
-    shown.type("q")
-    shown.until(lambda text: "ended with 0" in text)
+    end(shown)
     assert not shown.is_on_its_other_screen()
     shown.type("stty -a", enter=True)
     modes = shown.until(lambda text: "icanon" in text and "echoke" in text).split()
@@ -215,8 +220,7 @@ def test_a_worker_that_is_stopped_and_killed(
     os.kill(pid, signal.SIGKILL)
     shown.until(lambda text: "its process has e" in text)
     fits(shown, width)
-    shown.type("q")
-    shown.until(lambda text: "ended with 0" in text)
+    end(shown)
 
 
 @pytest.mark.parametrize("script", ["replace"], indirect=True)
@@ -233,5 +237,4 @@ def test_a_worker_that_is_replaced(
     fits(shown, width)
     assert "its process has ended" not in text
     assert second_worker(tmp_path) != pid
-    shown.type("q")
-    shown.until(lambda text: "ended with 0" in text)
+    end(shown)

@@ -295,6 +295,19 @@ def test_all_ranks_from_the_address_of_the_first(tmp_path: Path) -> None:
             states = [worker["state"] for worker in status["workers"]]
             time.sleep(0.2)
         assert status["ranks"] == 2
+        where = f"127.0.0.1:{port}"
+        code, out, err = top(where, "--json", "--stacks", "--interval", "0.1")
+        assert code == 0, err
+        stacks = json.loads(out)["stacks"]
+        assert [name.rpartition(", ")[2] for name in stacks] == ["worker 0", "worker 1"]
+        assert all("File " in stack for stack in stacks.values())
+        code, out, err = top(where, "--record", str(tmp_path / "a.pftrace"), "--json")
+        assert code == 0, err
+        trace = (tmp_path / "a.pftrace").read_bytes()
+        assert b"forward 0 in stage 0" in trace
+        assert b"forward 0 in stage 1" in trace
+        code, _, err = top(where, "--report", str(tmp_path / "a.html"))
+        assert code == 0, err
     finally:
         job.terminate()
         job.wait(30)
