@@ -223,7 +223,9 @@ def test_norms_of_images_without_statistics_or_in_half() -> None:
 
 
 def test_a_norm_with_modules_stays_whole() -> None:
+    """One that has weights besides its own is opened by a plain capture, which is refused."""
     model = nn.Sequential(nn.Linear(6, 6), Composed(6), nn.Linear(6, 6))
+    model[1].act = nn.PReLU()
     opened = ps.capture(model, (X,))
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "num_microbatches": 3}
     with pytest.raises(
