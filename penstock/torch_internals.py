@@ -11,12 +11,13 @@ Attributes of public objects that start with an underscore (`_version`, `_parame
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from types import BuiltinMethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
-from torch.autograd.function import FunctionMeta
-from torch.autograd.function import _SingleLevelFunction as FunctionBase
+from torch.autograd.function import Function, FunctionMeta, _SingleLevelFunction
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # - layers with running statistics, of any number of dimensions: BatchNorm, NormBase, InstanceNorm
 # - the leaves of containers of every registered type, DynamicCache among them: pytree
 # - what watches the operators that a call runs: TorchDispatchMode
-# - what every `autograd.Function.apply` ends in, and the class of their classes: FunctionBase,
+# - what every `autograd.Function.apply` ends in, and the class of their classes: plain_apply,
 #   FunctionMeta
 # - how the recorder steps aside while a closed module runs: current_function_mode,
 #   without_function_mode
@@ -53,12 +54,17 @@ if TYPE_CHECKING:
 # - torch.compile: what it asks of a callable (ASKED_BY_COMPILE), the names of its backends, and
 #   whether inductor finds a C++ compiler
 # - tensors of the user's own classes, read without their __torch_function__: without_...functions
+#
+# Not the same: until torch 2.14, `Function.apply` is Python, and calls the `apply` that its class
+# inherits. Since 2.15 it is in C, and so are its bound methods, which models store under names of
+# their own (APPLY_OWNER, APPLY_IS_IN_C, is_bound_apply).
 __all__ = [
+    "APPLY_IS_IN_C",
+    "APPLY_OWNER",
     "ASKED_BY_COMPILE",
     "CHECKPOINT_HOOK",
     "GLOBAL_HOOKS",
     "BatchNorm",
-    "FunctionBase",
     "FunctionMeta",
     "InstanceNorm",
     "NormBase",
@@ -75,9 +81,11 @@ __all__ = [
     "inject_parametrized_class",
     "inject_parametrized_property",
     "is_batched",
+    "is_bound_apply",
     "is_profiling",
     "is_transformed",
     "keeps_graph",
+    "plain_apply",
     "profiler_config",
     "pytree",
     "saving",
@@ -95,12 +103,27 @@ GLOBAL_HOOKS = (
     *(modules._global_forward_pre_hooks, modules._global_forward_hooks),
     *(modules._global_backward_pre_hooks, modules._global_backward_hooks),
 )
+_APPLY = vars(torch._C._FunctionBase)["apply"]
+APPLY_IS_IN_C = vars(Function)["apply"] is _APPLY
+APPLY_OWNER = Function if APPLY_IS_IN_C else _SingleLevelFunction
 foreach_copy_ = torch._foreach_copy_
 foreach_norms = torch._foreach_norm
 foreach_zero = torch.ops.aten._foreach_zero_.default
 wrapper_subclass = torch.Tensor._make_wrapper_subclass
 without_functions = DisableTorchFunction
 without_subclass_functions = DisableTorchFunctionSubclass
+
+
+def plain_apply(function: type[Function]) -> Callable[..., Any]:
+    """What applying a function ends in, whatever stands in its place."""
+    bound: Callable[..., Any] = _APPLY.__get__(None, function)
+    return bound
+
+
+def is_bound_apply(value: object) -> bool:
+    """Whether it is `F.apply` of a function `F`, in C, under whatever name."""
+    is_method = type(value) is BuiltinMethodType
+    return is_method and value.__name__ == "apply" and isinstance(value.__self__, FunctionMeta)
 
 
 def is_transformed() -> bool:

@@ -300,6 +300,12 @@ class Call:
             self._reads = tuple(leaf for leaf in leaves if isinstance(leaf, (Ref, Attribute)))
         return self._reads
 
+    def runs(self) -> tuple[str, ...]:
+        """The qualified names of the modules that it is a call of, or is given."""
+        leaves = tree_leaves((self.target, self.args, self.kwargs))
+        given = tuple(leaf.path for leaf in leaves if isinstance(leaf, Submodule))
+        return (self.target, *given) if isinstance(self.target, str) else given
+
 
 class _Opaque:
     """Marks a result leaf that is neither a tensor nor plain data."""

@@ -31,7 +31,7 @@ class Applied:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `apply` ends in, whatever the class has in its place."""
         apply: Any = vars(torch.autograd.Function)["apply"]
-        return apply.__func__(self.function, *args, **kwargs)
+        return apply.__get__(None, self.function)(*args, **kwargs)
 
 
 def why_not(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> str:

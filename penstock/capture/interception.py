@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,7 +14,14 @@ from torch import nn
 
 from penstock.capture.reads import SETTINGS, Reading
 from penstock.errors import CaptureError
-from penstock.torch_internals import CHECKPOINT_HOOK, FunctionBase, FunctionMeta
+from penstock.torch_internals import (
+    APPLY_IS_IN_C,
+    APPLY_OWNER,
+    CHECKPOINT_HOOK,
+    FunctionMeta,
+    is_bound_apply,
+    plain_apply,
+)
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, type),
@@ -127,8 +135,11 @@ class Interceptor(Protocol):
     ) -> Any:
         """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
 
-    def check_assignment(self, owner: nn.Module | type, name: str) -> None:
-        """Raise if this attribute of a module or an `autograd.Function` may not be assigned to."""
+    def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
+        """Raise if the Python that runs now may not apply a function where nobody sees it."""
+
+    def check_assignment(self, owner: nn.Module | type, name: str, value: object) -> None:
+        """Raise if this attribute of a module or an `autograd.Function` may not be set to that."""
 
 
 @contextmanager
@@ -144,8 +155,9 @@ def intercepted(recorder: Interceptor) -> Iterator[None]:
     with _PATCH_LOCK, ExitStack() as stack:
         _RECORDING.model = type(recorder.model).__name__
         stack.callback(setattr, _RECORDING, "model", None)
-        for owner, name, ours in (*_of_modules(recorder), *_of_torch(recorder)):
-            patch = Patch(owner, name, ours, vars(owner).get(name))
+        ours = (*_of_modules(recorder), *_of_functions(recorder), *_of_torch(recorder))
+        for owner, name, stand_in in ours:
+            patch = Patch(owner, name, stand_in, vars(owner).get(name))
             recorder.patches.append(patch)
             stack.callback(patch.undo)
             patch.apply()
@@ -164,14 +176,14 @@ def _of_modules(recorder: Interceptor) -> list[tuple[object, str, object]]:
         return recorder.call_module(module, call_module, args, kwargs)
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        recorder.check_assignment(module, name)
+        recorder.check_assignment(module, name, value)
         set_plainly(module, name, value)
 
     def get_attribute(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
         if not reading.quiet:  # torch's own code reads some with every call of a module
             reading.note_attribute(module, name, value)
-        return value
+        return _intercepting(recorder, value) if is_bound_apply(value) else value
 
     def get_registered(module: nn.Module, name: str) -> Any:
         try:
@@ -189,6 +201,46 @@ def _of_modules(recorder: Interceptor) -> list[tuple[object, str, object]]:
         (nn.Module, "__getattr__", get_registered),
         (nn.Module, "__getattribute__", get_attribute),
     ]
+
+
+def _of_functions(recorder: Interceptor) -> Iterator[tuple[object, str, object]]:
+    """What stands in the place of what applies custom functions, and assigns to their attributes.
+
+    `F.apply` may have other names. Where it is in C, those in Python modules are replaced as well,
+    and what is applied by any other is seen by what C asks of the function then.
+    """
+
+    def applied(function: type[torch.autograd.Function], /, *args: Any, **kwargs: Any) -> Any:
+        return recorder.apply_function(function, plain_apply(function), args, kwargs)
+
+    def set_attribute(function: type, name: str, value: Any) -> None:
+        if not name.startswith("_"):  # as torch does when a class is made
+            recorder.check_assignment(function, name, value)
+        type.__setattr__(function, name, value)
+
+    def get_attribute(function: type[torch.autograd.Function], name: str) -> Any:
+        if name == "_backward_cls":
+            recorder.check_unseen_application(function)
+        return type.__getattribute__(function, name)
+
+    yield APPLY_OWNER, "apply", classmethod(applied)
+    yield FunctionMeta, "__setattr__", set_attribute
+    if not APPLY_IS_IN_C:
+        return
+    yield FunctionMeta, "__getattribute__", get_attribute
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if is_bound_apply(value):
+                yield module, name, _intercepting(recorder, value)
+
+
+def _intercepting(recorder: Interceptor, bound: Any) -> Callable[..., Any]:
+    """What stands in the place of a bound `F.apply`."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return recorder.apply_function(bound.__self__, bound, args, kwargs)
+
+    return apply
 
 
 def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
@@ -215,22 +267,11 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
 
         return get
 
-    def applied(function: type[torch.autograd.Function], /, *args: Any, **kwargs: Any) -> Any:
-        apply = super(FunctionBase, function).apply  # type: ignore[misc]
-        return recorder.apply_function(function, apply, args, kwargs)
-
-    def set_of_function(function: type, name: str, value: Any) -> None:
-        if not name.startswith("_"):  # as torch does when a class is made
-            recorder.check_assignment(function, name)
-        type.__setattr__(function, name, value)
-
     def checkpoint_hook(frame: object) -> Any:
         return nullcontext() if recorder.is_outside else hook(frame)
 
     return [
         (torch, "is_grad_enabled", is_grad_enabled),
         *((torch, name, setting(name)) for name in SETTINGS),
-        (FunctionBase, "apply", classmethod(applied)),  # `Function.apply` may have other names
-        (FunctionMeta, "__setattr__", set_of_function),
         (checkpointing, hook_name, checkpoint_hook),
     ]

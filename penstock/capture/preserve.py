@@ -156,8 +156,8 @@ def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
     """Run a forward and let the marks stay that a first one makes: flags, classes and hooks.
 
     Some models install hooks when they are first called, and note that they have, or make the
-    class of their results. Anything else
-    that this forward has changed is put back, and so are the marks then.
+    class of their results. What every forward assigns is put back. Anything else that this forward
+    has changed is put back too, and so are the marks then.
 
     Returns:
         whether they stay.
@@ -165,15 +165,44 @@ def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
     modules = list(model.modules())
     before = [_attributes(module) for module in modules]
     changed = _changed_objects(modules, forward)
-    only_marks = all(
-        _only_marks(old, _attributes(m)) for old, m in zip(before, modules, strict=True)
-    )
+    first = [_attributes(module) for module in modules]
+    if not changed and all(map(_only_marks, before, first)):
+        return True
     # Where the marks stand for what the first forward did to objects, the second does not do it.
-    if only_marks and (not changed or _changed_objects(modules, forward) == changed):
+    stay = _changed_objects(modules, forward) == changed
+    if _put_back_assigned(modules, before, first):
+        stay = stay and _runs(forward, modules)
+        _put_back_assigned(modules, before, first)
+    if stay and all(map(_only_marks, before, map(_attributes, modules))):
         return True
     for module, (attributes, contents) in zip(modules, before, strict=True):
         _put_back(module, attributes, contents)
     return False
+
+
+def _put_back_assigned(
+    modules: list[nn.Module], before: list[_Attributes], once: list[_Attributes]
+) -> bool:
+    """Put back what has been assigned anew since a forward ran once; whether there is any."""
+    found = False
+    for module, (old, _), (first, _) in zip(modules, before, once, strict=True):
+        own = vars(module)
+        for name in [name for name, value in own.items() if value is not first.get(name, own)]:
+            found = True
+            if name in old:
+                own[name] = old[name]
+            else:
+                del own[name]
+    return found
+
+
+def _runs(forward: Callable[[], Any], modules: list[nn.Module]) -> bool:
+    """Whether a forward still runs where what it assigns every time is gone."""
+    try:
+        _changed_objects(modules, forward)
+    except Exception:  # the user's own: marks stood for that
+        return False
+    return True
 
 
 def _changed_objects(modules: list[nn.Module], forward: Callable[[], Any]) -> set[Any]:

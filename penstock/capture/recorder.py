@@ -27,6 +27,7 @@ from penstock.capture.attributes import memory_of, named_tensors
 from penstock.capture.calls import (
     INPUTS,
     OPAQUE,
+    Assigned,
     Attribute,
     Call,
     Changed,
@@ -58,6 +59,7 @@ from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
 from penstock.capture.objects import Objects
 from penstock.capture.outside import UsedOutside, common_owner, leads_outside
+from penstock.capture.places import MISSING
 from penstock.capture.randomness import (
     Draws,
     Key,
@@ -87,6 +89,7 @@ from penstock.capture.watching import (
     changed,
     check_decision,
     compiled,
+    with_owners,
 )
 from penstock.devices.settings import TorchSettings
 from penstock.torch_internals import current_function_mode, saving, without_function_mode
@@ -123,7 +126,7 @@ def record(
     Raises:
         Unrecordable: something in an open module cannot be recorded.
     """
-    recorder = Recorder(model, is_open, key, numbers or {}, sized)
+    recorder = Recorder(model, is_open, key, numbers or {}, sized, strict)
     known, reading = recorder.known, recorder.reading
     leaves, structure = flatten((tuple(args), kwargs))
     if like is not None:
@@ -163,11 +166,13 @@ class Recorder(TorchFunctionMode):
         key: Key | None,
         numbers: Mapping[Where, Numeric] | None = None,
         sized: Collection[str] = (),
+        strict: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
         self.is_open = is_open
         self.sized = sized
+        self.strict = strict
         self.key = key
         self.thread = threading.get_ident()
         self.paths = {id(module): name for name, module in model.named_modules()}
@@ -180,6 +185,7 @@ class Recorder(TorchFunctionMode):
         self._outside: dict[str, bool] = {}  # whether closed modules lead to others
         self._open: list[str] = [""]
         self._inside = 0
+        self._assigned: dict[str, tuple[str, str]] = {}  # closed modules: by whom, and what
         self._seen: Counter[str] = Counter()
         self.reading = Reading(
             model,
@@ -313,6 +319,11 @@ class Recorder(TorchFunctionMode):
         if why := why_not(function, args):
             raise self._closing(function, why)
 
+    def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
+        """Raise if an open module applies a function by a name under which it is not replaced."""
+        if self.is_outside:
+            raise self._closing(function, "by a method that was stored where nobody sees it called")
+
     def _closing(self, function: type, why: str) -> Unrecordable:
         what = f"it applies {function.__name__}, an autograd.Function of its own"
         return Unrecordable(self._open[-1], f"{what}, {why}")
@@ -331,8 +342,12 @@ class Recorder(TorchFunctionMode):
             raise self._closing(function, why)
         return result
 
-    def check_assignment(self, owner: nn.Module | type, name: str) -> None:
-        """Raise if an open module assigns to an attribute of what will run by itself."""
+    def check_assignment(self, owner: nn.Module | type, name: str, value: object) -> None:
+        """Raise if an open module assigns to an attribute of what will run by itself.
+
+        What it finds there already, it may assign to a module that does not run in this forward,
+        such as a loss that a model asks to scale its result.
+        """
         if isinstance(owner, type):
             if self.is_outside:
                 why = f"its forward assigns to {owner.__name__}.{name}, an autograd.Function's"
@@ -340,7 +355,17 @@ class Recorder(TorchFunctionMode):
             return
         path = self.paths.get(id(owner))
         if path is not None and self.is_outside and not self.is_open(path):
-            raise Unrecordable(self._open[-1], f"its forward assigns to {path}.{name}")
+            why = f"its forward assigns to {path}.{name}"
+            if self.strict and vars(owner).get(name, MISSING) is not value:
+                raise Assigned(self._open[-1], why)
+            self._assigned.setdefault(path, (self._open[-1], why))
+
+    def _check_assigned(self) -> None:
+        """Raise if an open module has assigned to one that a call runs, or is given."""
+        running = {path for call in self.trace.calls for path in call.runs()}
+        for path, (reader, why) in self._assigned.items():
+            if running.intersection(with_owners(path)):
+                raise Unrecordable(reader, why)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -444,6 +469,7 @@ class Recorder(TorchFunctionMode):
     def end(self, result: object) -> None:
         """Finish the trace with what the model returned."""
         self._check_draws("")
+        self._check_assigned()
         leaves = flatten_result(result, self._makes)[0]
         opened = [leaf for leaf in leaves if self._is_only_returned(leaf, leaves)]
         for made in opened:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture.functions import Applied
+from penstock.torch_internals import APPLY_IS_IN_C
 from tests.support.models import uniform_plan
 from tests.zoo.check import check
 from tests.zoo.entry import Entry
@@ -217,11 +218,14 @@ class Hidden(torch.autograd.Function):
 class Block(nn.Module):
     """Layers with a function between them."""
 
+    of_class = staticmethod(Double.apply)
+
     def __init__(self, how: str) -> None:
         super().__init__()
         self.before, self.after, self.how = nn.Linear(4, 4), nn.Linear(4, 4), how
         self.weight = nn.Parameter(torch.eye(4) * 0.7)
         self.by, self.state = 3.0, {"by": 2.0}
+        self.double, self.kept = Double.apply, [Double.apply]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = HOW[self.how](self, self.before(x))
@@ -270,6 +274,9 @@ HOW: dict[str, Callable[[Block, torch.Tensor], Any]] = {
     "nested": lambda block, x: Nested.apply(x),
     "autocast": under_autocast,
     "alias": lambda block, x: double(x, 2.0),
+    "of a module": lambda block, x: block.double(x, 2.0),
+    "of its class": lambda block, x: block.of_class(x, 2.0),
+    "in a list": lambda block, x: block.kept[0](x, 2.0),
     "own apply": lambda block, x: Applies.apply(x),
     "without gradients": without_gradients,
     "torch.func": lambda block, x: x + torch.func.grad(lambda v: (v**3).sum())(x),
@@ -284,7 +291,8 @@ HOW: dict[str, Callable[[Block, torch.Tensor], Any]] = {
 }
 OPENED = (
     *("constant", "weight", "random", "in place", "nested", "autocast"),
-    *("alias", "own apply", "without gradients"),
+    *("alias", "of a module", "of its class", "own apply", "without gradients"),
+    *(() if APPLY_IS_IN_C else ("in a list",)),
 )
 CLOSED = {
     "local": "applies Local, an autograd.Function of its own, which may be another one",
@@ -295,7 +303,7 @@ CLOSED = {
     "chosen": "whose result may be as large as values say",
     "nested backward": "whose backward runs another one",
     "data": r"which uses \.data",
-}
+} | ({"in a list": "by a method that was stored where nobody sees"} if APPLY_IS_IN_C else {})
 
 
 def build(how: str) -> nn.Module:

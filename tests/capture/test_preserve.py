@@ -254,3 +254,91 @@ def test_classes_of_results_that_a_forward_makes_close_nothing(kind: type[nn.Mod
     for rows in (2, 9):
         x = torch.randn(rows, 4)
         assert torch.equal(program(x).prediction, model(x).prediction)
+
+
+class KeepsLast(nn.Module):
+    """Keeps what it gave last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.inner(x)
+        return self.last
+
+
+def test_a_part_that_assigns_every_time_closes_itself_alone() -> None:
+    """What the first forward marks elsewhere does not close more."""
+    model, x = OwnOutput(), torch.randn(6, 4)
+    model.first = KeepsLast()
+    program = ps.capture(model, (x,))
+    assert program.closed == {"first": "its forward assigns to self.last"}
+    assert program.labels == ("first", "tanh()", "last")
+    assert model.first.last is None
+    assert not hasattr(model, "output_class")
+    assert torch.equal(program(x).prediction, model(x).prediction)
+
+
+class MarksWhatItAssigns(KeepsLast):
+    """Its mark stands for a tensor that every forward assigns anew from what was there."""
+
+    ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.last, self.ready = torch.ones(4), True
+        assert self.last is not None
+        self.last = self.last * 1
+        return self.inner(x) + self.last
+
+
+def test_a_mark_that_stands_for_what_is_assigned_every_time() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), MarksWhatItAssigns()), torch.randn(6, 4)
+    program = ps.capture(model, (x,))
+    assert set(program.closed) == {"1"}
+    assert (model[1].last, model[1].ready) == (None, False)
+    assert torch.equal(program(x), model(x))
+
+
+class Scale(nn.Module):
+    """A loss that a forward asks to scale its result; it may be called, too."""
+
+    kind: str | None = None
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if self.kind == "double" else 1)
+
+    def scaled(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        self.kind = kind
+        return x * 2
+
+
+class AsksItsLoss(nn.Module):
+    """Has its loss scale the result, which notes how."""
+
+    def __init__(self, acts: str = "") -> None:
+        super().__init__()
+        self.body, self.head, self.loss, self.acts = nn.Linear(4, 4), nn.Linear(4, 4), Scale(), acts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(self.body(x).tanh())
+        if self.acts == "counts":
+            self.loss.calls = self.loss.calls + 1
+        if self.acts == "calls":
+            x = self.loss(x)
+        return self.loss.scaled(x, "double")
+
+
+@pytest.mark.parametrize("acts", ["", "counts", "calls"])
+def test_what_is_assigned_to_a_module_that_does_not_run(acts: str) -> None:
+    model, x = AsksItsLoss(acts), torch.randn(6, 4)
+    program = ps.capture(model, (x,))
+    why = {"": None, "counts": "its forward assigns to loss.calls"}
+    assert program.closed.get("") == why.get(acts, "its forward assigns to loss.kind")
+    assert (model.loss.kind, model.loss.calls) == (None, 0)
+    for rows in (6, 3):
+        expected = copy.deepcopy(model)(x[:rows])
+        assert torch.equal(program(x[:rows]), expected)
