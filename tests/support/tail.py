@@ -1,6 +1,6 @@
 """The long tail: tests that `make test`, which is to be quick, leaves to the shares of slow ones.
 
-python -m tests.support.tail OUTPUT [--seconds 450]
+python -m tests.support.tail OUTPUT [--seconds 400]
 
 OUTPUT is what `pytest --durations 0` has printed for the tests that are not marked `slow`; those of
 the tail may be among them (`--whole`), else they stay there. In the tail is what takes longest, so
@@ -61,7 +61,7 @@ def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("--seconds", type=float, default=450.0, help="of all others together")
+    parser.add_argument("--seconds", type=float, default=400.0, help="of all others together")
     options = parser.parse_args()
     taken = durations(options.output.read_text())
     found = longest(taken, options.seconds) | (tail() - taken.keys())
