@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 #
 # Not the same: until torch 2.14, `Function.apply` is Python, and calls the `apply` that its class
 # inherits. Since 2.15 it is in C, and so are its bound methods, which models store under names of
-# their own (APPLY_OWNER, APPLY_IS_IN_C, is_bound_apply).
+# their own (APPLY_OWNER, APPLY_IS_IN_C, applied_by).
 __all__ = [
     "APPLY_IS_IN_C",
     "APPLY_OWNER",
@@ -69,6 +69,7 @@ __all__ = [
     "InstanceNorm",
     "NormBase",
     "TorchDispatchMode",
+    "applied_by",
     "backends_of_compile",
     "check_cxx_compiler",
     "current_function_mode",
@@ -81,7 +82,6 @@ __all__ = [
     "inject_parametrized_class",
     "inject_parametrized_property",
     "is_batched",
-    "is_bound_apply",
     "is_profiling",
     "is_transformed",
     "keeps_graph",
@@ -120,10 +120,13 @@ def plain_apply(function: type[Function]) -> Callable[..., Any]:
     return bound
 
 
-def is_bound_apply(value: object) -> bool:
-    """Whether it is `F.apply` of a function `F`, in C, under whatever name."""
-    is_method = type(value) is BuiltinMethodType
-    return is_method and value.__name__ == "apply" and isinstance(value.__self__, FunctionMeta)
+def applied_by(value: object) -> type[Function] | None:
+    """The function `F` whose `F.apply` this is, in C, under whatever name; `None` if it is none."""
+    if type(value) is not BuiltinMethodType:
+        return None
+    bound: Any = value
+    is_apply = bound.__name__ == "apply" and isinstance(bound.__self__, FunctionMeta)
+    return bound.__self__ if is_apply else None
 
 
 def is_transformed() -> bool:

@@ -300,12 +300,6 @@ class Call:
             self._reads = tuple(leaf for leaf in leaves if isinstance(leaf, (Ref, Attribute)))
         return self._reads
 
-    def runs(self) -> tuple[str, ...]:
-        """The qualified names of the modules that it is a call of, or is given."""
-        leaves = tree_leaves((self.target, self.args, self.kwargs))
-        given = tuple(leaf.path for leaf in leaves if isinstance(leaf, Submodule))
-        return (self.target, *given) if isinstance(self.target, str) else given
-
 
 class _Opaque:
     """Marks a result leaf that is neither a tensor nor plain data."""
@@ -357,6 +351,8 @@ class Reads:
             did not show.
         set_once: what a first forward finds in places where it sets plain data once and for all,
             and what it leaves there, which is what was `seen`.
+        marks: plain data that was read and that only a first forward sets: what is there before it,
+            and after it. Both are as good, as it does nothing else then.
     """
 
     seen: dict[Place, Any] = field(default_factory=dict)
@@ -373,6 +369,7 @@ class Reads:
     aliases: dict[Place, Place] = field(default_factory=dict)
     resting: frozenset[str] = field(default=frozenset(), compare=False)
     set_once: dict[Place, tuple[Any, Any]] = field(default_factory=dict, compare=False)
+    marks: dict[Place, tuple[Any, Any]] = field(default_factory=dict, compare=False)
 
     def with_all_of(self, other: Reads) -> Reads:
         """What two recordings have read that are generalised together."""
@@ -391,6 +388,7 @@ class Reads:
             other.aliases | self.aliases,
             self.resting | other.resting,
             other.set_once | self.set_once,
+            other.marks | self.marks,
         )
 
     def passed_in(self, model: nn.Module, leaves: Sequence[Any] = ()) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from torch import nn
 from penstock.capture.calls import Changed, Reads, Sizes, Trace, Unrecordable
 from penstock.capture.dims import Varying
 from penstock.capture.equality import same
+from penstock.capture.first_forward import first_forward
 from penstock.capture.meta import NoSavedTensors, held_on_meta
 from penstock.capture.numbers import Numeric, Where
 from penstock.capture.opening import Opening
 from penstock.capture.places import MISSING, Place
-from penstock.capture.preserve import Parameters, first_forward, untouched
+from penstock.capture.preserve import Parameters, untouched
 from penstock.capture.randomness import Key
 from penstock.capture.reads import input_property
 from penstock.capture.recorder import record
@@ -67,7 +68,7 @@ class Forward:
         self.parameters: Parameters | None = None
         self.numbers: Mapping[Where, Numeric] = {}
         self.first_helped: bool | None = None
-        self._marks: set[Place] = set()  # which the first leaves, and which are not there later
+        self._marks: dict[Place, tuple[Any, Any]] = {}  # of the first: what was there, what is now
         self._set_once: dict[Place, tuple[Any, Any]] = {}  # before and after the first forward
         self._read_first: list[Reads] = []  # what those have read
 
@@ -79,12 +80,13 @@ class Forward:
             self.model.eval()
             before = {path: dict(vars(m)) for path, m in self.model.named_modules()}
             self.first_helped = first_forward(self.model, lambda: self.model(*args, **kwargs))
-            self._marks = {
-                Place(path, (name,))
-                for path, module in self.model.named_modules()
-                for name, value in vars(module).items()
-                if path in before and value is not before[path].get(name, MISSING)
-            }
+            for path, module in self.model.named_modules():
+                for name, value in vars(module).items():
+                    old = before.get(path, vars(module)).get(
+                        name, getattr(type(module), name, MISSING)
+                    )
+                    if value is not old:
+                        self._marks[Place(path, (name,))] = old, value
             for module, flag in zip(self.model.modules(), flags, strict=True):
                 module.training = flag
             return self.first_helped
@@ -153,8 +155,9 @@ class Forward:
             return trace, [without_history(leaf) for leaf in leaves]
 
         trace, results = self.without_saving(recorded)
-        for mark in self._marks:
-            trace.reads.seen.pop(mark, None)
+        for mark, values in self._marks.items():
+            if trace.reads.seen.pop(mark, MISSING) is not MISSING:
+                trace.reads.marks[mark] = values
         for k in set(self.open_leaves).difference(trace.reads.given):
             trace.reads.inputs[k, "value"] = input_property(self.leaves[k], "value")
         if strict and (place := trace.reads.changed(self.model)) is not None:

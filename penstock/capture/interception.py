@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from penstock.capture.applying import RECORDING, Applies, bound_applies, stand_in
 from penstock.capture.reads import SETTINGS, Reading
 from penstock.errors import CaptureError
 from penstock.torch_internals import (
@@ -19,8 +20,7 @@ from penstock.torch_internals import (
     APPLY_OWNER,
     CHECKPOINT_HOOK,
     FunctionMeta,
-    is_bound_apply,
-    plain_apply,
+    applied_by,
 )
 
 _PLAIN = (
@@ -65,7 +65,6 @@ VALUES = frozenset(
 """What gives Python a tensor's values by way of something else, in which nobody sees it read."""
 
 _PATCH_LOCK = threading.Lock()
-_RECORDING = threading.local()
 
 
 def is_plain(leaf: object) -> bool:
@@ -138,8 +137,8 @@ class Interceptor(Protocol):
     def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
         """Raise if the Python that runs now may not apply a function where nobody sees it."""
 
-    def check_assignment(self, owner: nn.Module | type, name: str, value: object) -> None:
-        """Raise if this attribute of a module or an `autograd.Function` may not be set to that."""
+    def check_assignment(self, owner: nn.Module | type, name: str) -> None:
+        """Raise if this attribute of a module or an `autograd.Function` may not be assigned to."""
 
 
 @contextmanager
@@ -148,16 +147,17 @@ def intercepted(recorder: Interceptor) -> Iterator[None]:
 
     One recording at a time per process.
     """
-    if getattr(_RECORDING, "model", None) is not None:
+    if RECORDING.recorder is not None:
+        captured = type(RECORDING.recorder.model).__name__
         raise CaptureError(
-            f"the forward of {_RECORDING.model} captures another model while it is captured itself"
+            f"the forward of {captured} captures another model while it is captured itself"
         )
     with _PATCH_LOCK, ExitStack() as stack:
-        _RECORDING.model = type(recorder.model).__name__
-        stack.callback(setattr, _RECORDING, "model", None)
+        RECORDING.recorder = recorder
+        stack.callback(setattr, RECORDING, "recorder", None)
         ours = (*_of_modules(recorder), *_of_functions(recorder), *_of_torch(recorder))
-        for owner, name, stand_in in ours:
-            patch = Patch(owner, name, stand_in, vars(owner).get(name))
+        for owner, name, replacement in ours:
+            patch = Patch(owner, name, replacement, vars(owner).get(name))
             recorder.patches.append(patch)
             stack.callback(patch.undo)
             patch.apply()
@@ -176,14 +176,15 @@ def _of_modules(recorder: Interceptor) -> list[tuple[object, str, object]]:
         return recorder.call_module(module, call_module, args, kwargs)
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        recorder.check_assignment(module, name, value)
+        recorder.check_assignment(module, name)
         set_plainly(module, name, value)
 
     def get_attribute(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
         if not reading.quiet:  # torch's own code reads some with every call of a module
             reading.note_attribute(module, name, value)
-        return _intercepting(recorder, value) if is_bound_apply(value) else value
+        function = applied_by(value)
+        return value if function is None else stand_in(function)
 
     def get_registered(module: nn.Module, name: str) -> Any:
         try:
@@ -210,12 +211,9 @@ def _of_functions(recorder: Interceptor) -> Iterator[tuple[object, str, object]]
     and what is applied by any other is seen by what C asks of the function then.
     """
 
-    def applied(function: type[torch.autograd.Function], /, *args: Any, **kwargs: Any) -> Any:
-        return recorder.apply_function(function, plain_apply(function), args, kwargs)
-
     def set_attribute(function: type, name: str, value: Any) -> None:
         if not name.startswith("_"):  # as torch does when a class is made
-            recorder.check_assignment(function, name, value)
+            recorder.check_assignment(function, name)
         type.__setattr__(function, name, value)
 
     def get_attribute(function: type[torch.autograd.Function], name: str) -> Any:
@@ -223,24 +221,13 @@ def _of_functions(recorder: Interceptor) -> Iterator[tuple[object, str, object]]
             recorder.check_unseen_application(function)
         return type.__getattribute__(function, name)
 
-    yield APPLY_OWNER, "apply", classmethod(applied)
+    yield APPLY_OWNER, "apply", Applies()
     yield FunctionMeta, "__setattr__", set_attribute
-    if not APPLY_IS_IN_C:
-        return
-    yield FunctionMeta, "__getattribute__", get_attribute
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if is_bound_apply(value):
-                yield module, name, _intercepting(recorder, value)
-
-
-def _intercepting(recorder: Interceptor, bound: Any) -> Callable[..., Any]:
-    """What stands in the place of a bound `F.apply`."""
-
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        return recorder.apply_function(bound.__self__, bound, args, kwargs)
-
-    return apply
+    if APPLY_IS_IN_C:
+        yield FunctionMeta, "__getattribute__", get_attribute
+        for module, name in bound_applies(len(sys.modules)):
+            if (function := applied_by(vars(module).get(name))) is not None:
+                yield module, name, stand_in(function)
 
 
 def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -23,8 +23,8 @@ from penstock.torch_internals import set_version
 
 # Those whose `copy()` is known to give an equal one. A class derived from them may have a state of
 # its own, or forbid changes, as the configurations of diffusers do: such are left as they are.
-_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_CONTAINERS = (list, set, deque, *_MAPPINGS)
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, set, deque, *MAPPINGS)
 
 
 _MOST_KINDS = 4096
@@ -105,7 +105,7 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
             yield
     finally:
         for module, attributes, contents in zip(modules, before, registries, strict=True):
-            _put_back(module, attributes, contents)
+            put_back(module, attributes, contents)
         if parameters is not None:
             parameters.restore()
 
@@ -152,112 +152,24 @@ def buffers_kept(model: nn.Module, names: Collection[str]) -> Iterator[None]:
                 tensor.detach().copy_(content)
 
 
-def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
-    """Run a forward and let the marks stay that a first one makes: flags, classes and hooks.
-
-    Some models install hooks when they are first called, and note that they have, or make the
-    class of their results. What every forward assigns is put back. Anything else that this forward
-    has changed is put back too, and so are the marks then.
-
-    Returns:
-        whether they stay.
-    """
-    modules = list(model.modules())
-    before = [_attributes(module) for module in modules]
-    changed = _changed_objects(modules, forward)
-    first = [_attributes(module) for module in modules]
-    if not changed and all(map(_only_marks, before, first)):
-        return True
-    # Where the marks stand for what the first forward did to objects, the second does not do it.
-    stay = _changed_objects(modules, forward) == changed
-    if _put_back_assigned(modules, before, first):
-        stay = stay and _runs(forward, modules)
-        _put_back_assigned(modules, before, first)
-    if stay and all(map(_only_marks, before, map(_attributes, modules))):
-        return True
-    for module, (attributes, contents) in zip(modules, before, strict=True):
-        _put_back(module, attributes, contents)
-    return False
+def entries(container: Any) -> dict[Any, Any]:
+    """What a list or a dictionary holds, by its place there."""
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
 
 
-def _put_back_assigned(
-    modules: list[nn.Module], before: list[_Attributes], once: list[_Attributes]
-) -> bool:
-    """Put back what has been assigned anew since a forward ran once; whether there is any."""
-    found = False
-    for module, (old, _), (first, _) in zip(modules, before, once, strict=True):
-        own = vars(module)
-        for name in [name for name, value in own.items() if value is not first.get(name, own)]:
-            found = True
-            if name in old:
-                own[name] = old[name]
-            else:
-                del own[name]
-    return found
-
-
-def _runs(forward: Callable[[], Any], modules: list[nn.Module]) -> bool:
-    """Whether a forward still runs where what it assigns every time is gone."""
-    try:
-        _changed_objects(modules, forward)
-    except Exception:  # the user's own: marks stood for that
-        return False
-    return True
-
-
-def _changed_objects(modules: list[nn.Module], forward: Callable[[], Any]) -> set[Any]:
-    """What a forward changes in plain objects, which are put back."""
-    uncompiled = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-    with torch.no_grad(), objects_kept(modules):
-        objects = Objects(uncompiled, classes=True)
-        forward()
-        return set(objects.changed())
-
-
-_Attributes = tuple[dict[str, Any], dict[str, dict[Any, Any]]]
-
-
-def _attributes(module: nn.Module) -> _Attributes:
-    """A module's attributes, and what its registries, hooks and other containers hold."""
-    own = dict(module.__dict__)
-    return own, {name: _items(value) for name, value in own.items() if _holds(value)}
-
-
-def _holds(value: object) -> bool:
-    return type(value) in (list, *_MAPPINGS)
-
-
-def _items(value: Any) -> dict[Any, Any]:
-    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
-
-
-def _only_marks(before: _Attributes, now: _Attributes) -> bool:
-    plain = (bool, int, float, str, type(None), type)
-    changed = [v for name, v in now[0].items() if name not in before[0] or v is not before[0][name]]
-    kept = all(
-        _same_items(items, now[1].get(name, {}))
-        for name, items in before[1].items()
-        if not name.endswith("_hooks")
-    )
-    return kept and all(type(value) in plain for value in changed)
-
-
-def _same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
-
-
-def _put_back(
+def put_back(
     module: nn.Module, attributes: dict[str, Any], contents: dict[str, dict[Any, Any]]
 ) -> None:
+    """Give a module back its attributes, and some of them, which are containers, what they held."""
     module.__dict__.clear()
     module.__dict__.update(attributes)
-    for name, entries in contents.items():
+    for name, held in contents.items():
         holder = module.__dict__[name]
         holder.clear()
         if isinstance(holder, list):
-            holder.extend(entries.values())
+            holder.extend(held.values())
         else:
-            holder.update(entries)
+            holder.update(held)
 
 
 def own_generators(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -382,7 +294,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
     twin = copies[id(value)] = value.copy()  # known before what is in it, which may hold it again
     if not value:  # as most dictionaries of hooks
         return twin
-    for key, item in () if isinstance(value, set) else _items(value).items():
+    for key, item in () if isinstance(value, set) else entries(value).items():
         copied = _copied(item, copies)
         if copied is not item:
             twin[key] = copied

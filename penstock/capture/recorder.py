@@ -13,9 +13,9 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import partial, wraps
 from itertools import count
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from penstock.capture.attributes import memory_of, named_tensors
 from penstock.capture.calls import (
     INPUTS,
     OPAQUE,
-    Assigned,
     Attribute,
     Call,
     Changed,
@@ -59,7 +58,6 @@ from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
 from penstock.capture.objects import Objects
 from penstock.capture.outside import UsedOutside, common_owner, leads_outside
-from penstock.capture.places import MISSING
 from penstock.capture.randomness import (
     Draws,
     Key,
@@ -89,10 +87,12 @@ from penstock.capture.watching import (
     changed,
     check_decision,
     compiled,
-    with_owners,
 )
 from penstock.devices.settings import TorchSettings
 from penstock.torch_internals import current_function_mode, saving, without_function_mode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def record(
@@ -126,7 +126,7 @@ def record(
     Raises:
         Unrecordable: something in an open module cannot be recorded.
     """
-    recorder = Recorder(model, is_open, key, numbers or {}, sized, strict)
+    recorder = Recorder(model, is_open, key, numbers or {}, sized)
     known, reading = recorder.known, recorder.reading
     leaves, structure = flatten((tuple(args), kwargs))
     if like is not None:
@@ -142,7 +142,7 @@ def record(
             if not isinstance(tensor, nn.Parameter)
         ]
         with recorder, reading.active():
-            result = model(*args, **kwargs)
+            result = recorder.run(args, kwargs)
         if strict:
             attributes.check_unchanged()
             if (place := reading.changed()) is not None:
@@ -156,6 +156,20 @@ def record(
     return trace, result
 
 
+def _remembering(method: Callable[Concatenate[Recorder, P], T]) -> Callable[..., T]:
+    """A method of a recorder that remembers what it raises, as the model's Python may catch it."""
+
+    @wraps(method)
+    def remembering(self: Recorder, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Unrecordable as problem:
+            self._refused = self._refused or problem
+            raise
+
+    return remembering
+
+
 class Recorder(TorchFunctionMode):
     """The torch-function mode behind `record`."""
 
@@ -166,13 +180,11 @@ class Recorder(TorchFunctionMode):
         key: Key | None,
         numbers: Mapping[Where, Numeric] | None = None,
         sized: Collection[str] = (),
-        strict: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
         self.is_open = is_open
         self.sized = sized
-        self.strict = strict
         self.key = key
         self.thread = threading.get_ident()
         self.paths = {id(module): name for name, module in model.named_modules()}
@@ -185,7 +197,7 @@ class Recorder(TorchFunctionMode):
         self._outside: dict[str, bool] = {}  # whether closed modules lead to others
         self._open: list[str] = [""]
         self._inside = 0
-        self._assigned: dict[str, tuple[str, str]] = {}  # closed modules: by whom, and what
+        self._refused: Unrecordable | None = None  # the first, which the model's Python may catch
         self._seen: Counter[str] = Counter()
         self.reading = Reading(
             model,
@@ -204,8 +216,28 @@ class Recorder(TorchFunctionMode):
         """Whether the recorded thread is in an open module's own code, and not within a call."""
         return not self._inside and threading.get_ident() == self.thread
 
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the model returns.
+
+        Raises:
+            Unrecordable: also if the model's own Python has caught it.
+        """
+        try:
+            result = self.model(*args, **kwargs)
+        except Exception:
+            self._check_refused()
+            raise
+        self._check_refused()
+        return result
+
+    def _check_refused(self) -> None:
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+
     # -- the two things that can happen ---------------------------------------------------
 
+    @_remembering
     def call_module(
         self,
         module: nn.Module,
@@ -287,6 +319,7 @@ class Recorder(TorchFunctionMode):
                 stack.callback(patch.apply)
             return self._without_mode(*args, **kwargs)
 
+    @_remembering
     def apply_function(
         self,
         function: type[torch.autograd.Function],
@@ -319,6 +352,7 @@ class Recorder(TorchFunctionMode):
         if why := why_not(function, args):
             raise self._closing(function, why)
 
+    @_remembering
     def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
         """Raise if an open module applies a function by a name under which it is not replaced."""
         if self.is_outside:
@@ -342,12 +376,9 @@ class Recorder(TorchFunctionMode):
             raise self._closing(function, why)
         return result
 
-    def check_assignment(self, owner: nn.Module | type, name: str, value: object) -> None:
-        """Raise if an open module assigns to an attribute of what will run by itself.
-
-        What it finds there already, it may assign to a module that does not run in this forward,
-        such as a loss that a model asks to scale its result.
-        """
+    @_remembering
+    def check_assignment(self, owner: nn.Module | type, name: str) -> None:
+        """Raise if an open module assigns to an attribute of what will run by itself."""
         if isinstance(owner, type):
             if self.is_outside:
                 why = f"its forward assigns to {owner.__name__}.{name}, an autograd.Function's"
@@ -355,18 +386,9 @@ class Recorder(TorchFunctionMode):
             return
         path = self.paths.get(id(owner))
         if path is not None and self.is_outside and not self.is_open(path):
-            why = f"its forward assigns to {path}.{name}"
-            if self.strict and vars(owner).get(name, MISSING) is not value:
-                raise Assigned(self._open[-1], why)
-            self._assigned.setdefault(path, (self._open[-1], why))
+            raise Unrecordable(self._open[-1], f"its forward assigns to {path}.{name}")
 
-    def _check_assigned(self) -> None:
-        """Raise if an open module has assigned to one that a call runs, or is given."""
-        running = {path for call in self.trace.calls for path in call.runs()}
-        for path, (reader, why) in self._assigned.items():
-            if running.intersection(with_owners(path)):
-                raise Unrecordable(reader, why)
-
+    @_remembering
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -469,7 +491,6 @@ class Recorder(TorchFunctionMode):
     def end(self, result: object) -> None:
         """Finish the trace with what the model returned."""
         self._check_draws("")
-        self._check_assigned()
         leaves = flatten_result(result, self._makes)[0]
         opened = [leaf for leaf in leaves if self._is_only_returned(leaf, leaves)]
         for made in opened:

@@ -72,7 +72,7 @@ class _Seeding(Recorder):
     def check_unseen_application(self, function: object) -> None:
         """Does nothing: outside of a recording functions may be applied in any way."""
 
-    def check_assignment(self, owner: nn.Module | type, name: str, value: object) -> None:
+    def check_assignment(self, owner: nn.Module | type, name: str) -> None:
         """Does nothing: outside of a recording any attribute may be assigned to."""
 
     def _check_values(self, name: str, leaves: object) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -199,6 +201,8 @@ class Half(torch.autograd.Function):
 
 
 double = Double.apply
+KNOWN = [Double.apply]
+BY = {Double.apply: 2.0}
 
 
 class Hidden(torch.autograd.Function):
@@ -243,6 +247,31 @@ def under_autocast(block: Block, x: torch.Tensor) -> Any:
         return Product.apply(x @ block.weight, block.weight.bfloat16())[0].float()
 
 
+def looked_up(block: Block, x: torch.Tensor) -> Any:
+    """Python that looks at what applies a function, not only applies it."""
+    assert double == Double.apply
+    assert double.__self__ is Double
+    assert isinstance(double, type(KNOWN[0]))
+    return double(x, BY[double])
+
+
+def lazy(block: Block, x: torch.Tensor) -> Any:
+    return kept_when_it_is_asked_for()(x, 2.0)
+
+
+@cache
+def kept_when_it_is_asked_for() -> Any:
+    return Double.apply
+
+
+def caught(block: Block, x: torch.Tensor) -> Any:
+    """Python that does something else if it is stopped."""
+    try:
+        return made_there(block, x)
+    except Exception:
+        return x * 7
+
+
 def without_gradients(block: Block, x: torch.Tensor) -> Any:
     with torch.no_grad():
         view = Half.apply(x)
@@ -277,10 +306,13 @@ HOW: dict[str, Callable[[Block, torch.Tensor], Any]] = {
     "of a module": lambda block, x: block.double(x, 2.0),
     "of its class": lambda block, x: block.of_class(x, 2.0),
     "in a list": lambda block, x: block.kept[0](x, 2.0),
+    "looked up": looked_up,
+    "lazy": lazy,
     "own apply": lambda block, x: Applies.apply(x),
     "without gradients": without_gradients,
     "torch.func": lambda block, x: x + torch.func.grad(lambda v: (v**3).sum())(x),
     "local": made_there,
+    "caught": caught,
     "hidden": hidden,
     "attribute": attribute,
     "state": lambda block, x: Counting.apply(x, block.state),
@@ -291,11 +323,13 @@ HOW: dict[str, Callable[[Block, torch.Tensor], Any]] = {
 }
 OPENED = (
     *("constant", "weight", "random", "in place", "nested", "autocast"),
-    *("alias", "of a module", "of its class", "own apply", "without gradients"),
+    *("alias", "of a module", "of its class", "looked up", "lazy", "own apply"),
+    "without gradients",
     *(() if APPLY_IS_IN_C else ("in a list",)),
 )
 CLOSED = {
     "local": "applies Local, an autograd.Function of its own, which may be another one",
+    "caught": "applies Local, an autograd.Function of its own, which may be another one",
     "hidden": "applies Hidden, an autograd.Function of its own, which uses 0.weight",
     "attribute": "assigns to Scaled.by",
     "state": "applied to a dict, which its backward may use",
@@ -341,6 +375,20 @@ def test_it_runs_in_worker_processes() -> None:
 def test_a_forward_that_transforms_functions_is_recorded() -> None:
     model = build("torch.func")
     assert torch.equal(ps.capture(model, (X,))(X), model(X))
+
+
+def test_what_a_capture_leaves_with_the_models_python_goes_on() -> None:
+    """A cache may keep what the recording has put in the place of `apply`."""
+    kept_when_it_is_asked_for.cache_clear()
+    model = build("lazy")
+    for _ in range(2):
+        program = ps.capture(model, (X,))
+        assert not program.closed
+        assert torch.equal(program(X), model(X))
+    x = X.clone().requires_grad_()
+    kept_when_it_is_asked_for()(x, 2.0).sum().backward()
+    assert torch.equal(x.grad, X.sign() * 5)  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(kept_when_it_is_asked_for())) == Double.apply
 
 
 @pytest.mark.parametrize(("how", "why"), list(CLOSED.items()))

@@ -104,7 +104,7 @@ def test_ci_runs_the_share_of_the_commit(tmp_path: Path, kind: str) -> None:
     (tools / "make").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "GIT_DIR": "nowhere"}
     environment.pop("PENSTOCK_SHARE", None)
-    expected = "1/20"
+    expected = "1/10"
     if kind != "no git":
         environment["GIT_DIR"] = str(here / ".git")
         environment |= {
@@ -116,13 +116,13 @@ def test_ci_runs_the_share_of_the_commit(tmp_path: Path, kind: str) -> None:
             ["git", *words], cwd=here, env=environment, check=True, capture_output=True, text=True
         ).stdout.strip()
         git("init", "-q")
-        for _ in range(10):
+        for _ in range(13):
             git("commit", "-q", "--allow-empty", "-m", "one more")
-        expected = "11/20"
+        expected = "4/10"
         if kind == "shallow":
             head = git("rev-parse", "HEAD")
             (here / ".git/shallow").write_text(head + "\n")
-            expected = f"{int(head[:7], 16) % 20 + 1}/20"
+            expected = f"{int(head[:7], 16) % 10 + 1}/10"
     run = subprocess.run(
         ["bash", ".ci/run"], cwd=here, env=environment, check=True, capture_output=True, text=True
     )

@@ -1,0 +1,177 @@
+"""The marks that the first forward of a model leaves, which close nothing: flags, classes, hooks.
+
+Some models install hooks when they are first called, and note that they have, or make the class of
+their results. A recording of a later forward stands for the first one as well, if that does nothing
+else: `first_forward` says whether it is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.capture.attributes import HOOKS_OF_MODULES
+from penstock.capture.equality import same
+from penstock.capture.objects import Objects
+from penstock.capture.preserve import MAPPINGS, entries, objects_kept, put_back
+from penstock.capture.randomness import generators_kept
+from penstock.capture.trees import tree_leaves
+
+_PLAIN = (bool, int, float, str, type(None), type)
+
+
+class _Attributes(NamedTuple):
+    """A module's attributes, and what its registries, hooks and other containers hold."""
+
+    own: dict[str, Any]
+    contents: dict[str, dict[Any, Any]]
+
+
+def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
+    """Run a forward and let the marks stay that a first one makes.
+
+    They stay if another forward then gives the same and leaves no others. What every forward
+    assigns is put back; so is, if the marks do not stay, all that this one has changed.
+
+    Args:
+        model: whose forward.
+        forward: runs it, in evaluation mode.
+
+    Returns:
+        whether they stay.
+    """
+    modules = list(model.modules())
+    before = list(map(_attributes, modules))
+    changed, result = _run(modules, forward)
+    first = list(map(_attributes, modules))
+    stay = _is_repeated(modules, before, forward, changed, result)
+    if _put_back_assigned(modules, before, first):
+        stay = stay and _is_repeated(modules, before, forward, changed, result)
+        _put_back_assigned(modules, before, first)
+    if stay and all(map(_only_marks, before, map(_attributes, modules))):
+        return True
+    for module, attributes in zip(modules, before, strict=True):
+        put_back(module, *attributes)
+    return False
+
+
+def _is_repeated(
+    modules: list[nn.Module],
+    before: list[_Attributes],
+    forward: Callable[[], Any],
+    changed: set[Any],
+    result: Any,
+) -> bool:
+    """Whether a forward does what the first one did, and the hooks of that one only look on.
+
+    Where marks stand for what the first has changed in plain objects, another does not change it.
+    """
+    try:
+        with _watched(modules, before) as acting:
+            again, other = _run(modules, forward)
+    except Exception:  # the user's own: it does not run twice
+        return False
+    return not acting and again == changed and same(result, other)
+
+
+def _run(modules: list[nn.Module], forward: Callable[[], Any]) -> tuple[set[Any], Any]:
+    """What a forward changes in plain objects, which are put back, and its result."""
+    uncompiled = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    devices = {p.device for module in modules for p in module.parameters(recurse=False)}
+    with torch.no_grad(), objects_kept(modules), generators_kept(devices):
+        objects = Objects(uncompiled, classes=True)
+        result = forward()
+        return set(objects.changed()), result
+
+
+class _Watched:
+    """A hook that notes whether it does more than to look on.
+
+    Args:
+        hook: of a module.
+        acting: where it notes itself.
+    """
+
+    def __init__(self, hook: Callable[..., Any], acting: list[object]) -> None:
+        self._hook = hook
+        self._acting = acting
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the hook does."""
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        result = self._hook(*args, **kwargs)
+        is_given = result is None or result is args[-1]
+        if not is_given or versions != [tensor._version for tensor in tensors]:
+            self._acting.append(self._hook)
+        return result
+
+
+@contextmanager
+def _watched(modules: list[nn.Module], before: list[_Attributes]) -> Iterator[list[object]]:
+    """While open, the hooks that were not there before are watched; yields those that act.
+
+    Those of backwards are not run, so nobody sees what they do: they count as acting.
+    """
+    acting: list[object] = []
+    replaced: list[tuple[dict[Any, Any], Any, Any]] = []
+    for module, (_, contents) in zip(modules, before, strict=True):
+        kinds = zip(_HOOKS, HOOKS_OF_MODULES(vars(module)), strict=True)
+        for name, registry in kinds:
+            for key in registry.keys() - contents.get(name, {}).keys():
+                replaced.append((registry, key, registry[key]))
+                registry[key] = _Watched(registry[key], acting)
+                acting += [module] if "backward" in name else []
+    try:
+        yield acting
+    finally:
+        for registry, key, hook in replaced:
+            if key in registry:
+                registry[key] = hook
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _put_back_assigned(
+    modules: list[nn.Module], before: list[_Attributes], once: list[_Attributes]
+) -> bool:
+    """Put back what has been assigned anew since a forward ran once; whether there is any."""
+    found = False
+    for module, (old, _), (first, _) in zip(modules, before, once, strict=True):
+        own = vars(module)
+        for name in [name for name, value in own.items() if value is not first.get(name, own)]:
+            found = True
+            if name in old:
+                own[name] = old[name]
+            else:
+                del own[name]
+    return found
+
+
+def _attributes(module: nn.Module) -> _Attributes:
+    own = dict(module.__dict__)
+    return _Attributes(own, {name: entries(held) for name, held in own.items() if _holds(held)})
+
+
+def _holds(value: object) -> bool:
+    return type(value) in (list, *MAPPINGS)
+
+
+def _only_marks(before: _Attributes, now: _Attributes) -> bool:
+    old = before.own
+    changed = [v for name, v in now.own.items() if name not in old or v is not old[name]]
+    kept = all(
+        _same_items(items, now.contents.get(name, {}))
+        for name, items in before.contents.items()
+        if not name.endswith("_hooks")
+    )
+    return kept and all(type(value) in _PLAIN for value in changed)
+
+
+def _same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
