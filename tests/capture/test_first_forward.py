@@ -61,20 +61,20 @@ def test_a_mark_that_stands_for_what_is_assigned_every_time() -> None:
     assert torch.equal(program(x), model(x))
 
 
-class First(KeepsLast):
+class First(nn.Module):
     """Marks itself the first time, and does something else then."""
 
     marked = False
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, inner: type[nn.Module] = KeepsLast) -> None:
         super().__init__()
-        self.how, self.head = how, nn.Linear(4, 4)
+        self.how, self.inner, self.head = how, inner(), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.marked:
             self.marked = True
             x = ONCE[self.how](self, x)
-        result: torch.Tensor = self.head(super().forward(x).relu())
+        result: torch.Tensor = self.head(self.inner(x).relu())
         return result
 
 
@@ -107,10 +107,11 @@ ONCE: dict[str, Callable[[First, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("inner", [KeepsLast, nn.Identity])
 @pytest.mark.parametrize("how", ONCE)
-def test_a_first_forward_that_acts_closes_the_model(how: str) -> None:
+def test_a_first_forward_that_acts_closes_the_model(how: str, inner: type[nn.Module]) -> None:
     """One that marks itself and does something else, at once or by hooks that it installs."""
-    model = nn.Sequential(nn.Linear(4, 4), First(how))
+    model = nn.Sequential(nn.Linear(4, 4), First(how, inner))
     plain = copy.deepcopy(model)
     program = ps.capture(model, (X,))
     assert "1" in program.closed
