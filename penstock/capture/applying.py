@@ -107,7 +107,8 @@ def bound_applies(count: int) -> list[tuple[ModuleType, str]]:
     Those of modules that load themselves when they are looked at, or forbid changes, are left out.
 
     Args:
-        count: of the modules that are imported; as long as it is the same, nobody looks again.
+        count: of the modules that are imported; as long as it is the same, no recording of a
+            capture looks again.
     """
     return [
         (module, name)

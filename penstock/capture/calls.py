@@ -351,8 +351,8 @@ class Reads:
             did not show.
         set_once: what a first forward finds in places where it sets plain data once and for all,
             and what it leaves there, which is what was `seen`.
-        marks: plain data that was read and that only a first forward sets: what is there before it,
-            and after it. Both are as good, as it does nothing else then.
+        marks: plain data that was read and that a first forward sets: what is there before it, and
+            after it. Both are as good, as it does nothing else then.
     """
 
     seen: dict[Place, Any] = field(default_factory=dict)

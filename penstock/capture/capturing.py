@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.capture.applying import bound_applies
 from penstock.capture.attributes import attributes_of_all, left_behind
 from penstock.capture.blame import hint, where
 from penstock.capture.calls import (
@@ -95,6 +96,7 @@ def capture(
     forward = Forward(model, leaves, structure, dims, Opening(model, keep_closed))
     forward.parameters = Parameters(model)
     capturer = _Capturer(forward, batch_dim, dynamic or {})
+    bound_applies.cache_clear()  # a notebook may have more of them than before
     try:
         with _leaving_old_objects(), untouched(model), torch.enable_grad():
             program = capturer.first_that_works(attempts)

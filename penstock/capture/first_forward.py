@@ -17,7 +17,7 @@ from torch import nn
 from penstock.capture.attributes import HOOKS_OF_MODULES
 from penstock.capture.equality import same
 from penstock.capture.objects import Objects
-from penstock.capture.preserve import MAPPINGS, entries, objects_kept, put_back
+from penstock.capture.preserve import MAPPINGS, buffers_kept, entries, objects_kept, put_back
 from penstock.capture.randomness import generators_kept
 from penstock.capture.trees import tree_leaves
 
@@ -46,11 +46,11 @@ def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
     """
     modules = list(model.modules())
     before = list(map(_attributes, modules))
-    changed, result = _run(modules, forward)
+    changed, result = _run(model, forward)
     first = list(map(_attributes, modules))
-    stay = _is_repeated(modules, before, forward, changed, result)
+    stay = _is_repeated(model, before, forward, changed, result)
     if _put_back_assigned(modules, before, first):
-        stay = stay and _is_repeated(modules, before, forward, changed, result)
+        stay = stay and _is_repeated(model, before, forward, changed, result)
         _put_back_assigned(modules, before, first)
     if stay and all(map(_only_marks, before, map(_attributes, modules))):
         return True
@@ -60,7 +60,7 @@ def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
 
 
 def _is_repeated(
-    modules: list[nn.Module],
+    model: nn.Module,
     before: list[_Attributes],
     forward: Callable[[], Any],
     changed: set[Any],
@@ -71,18 +71,23 @@ def _is_repeated(
     Where marks stand for what the first has changed in plain objects, another does not change it.
     """
     try:
-        with _watched(modules, before) as acting:
-            again, other = _run(modules, forward)
+        with _watched(model, before) as acting:
+            again, other = _run(model, forward)
     except Exception:  # the user's own: it does not run twice
         return False
     return not acting and again == changed and same(result, other)
 
 
-def _run(modules: list[nn.Module], forward: Callable[[], Any]) -> tuple[set[Any], Any]:
-    """What a forward changes in plain objects, which are put back, and its result."""
+def _run(model: nn.Module, forward: Callable[[], Any]) -> tuple[set[Any], Any]:
+    """What a forward changes in plain objects, and its result.
+
+    These objects are put back, and so are buffers and what random numbers are drawn from.
+    """
+    modules = list(model.modules())
     uncompiled = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-    devices = {p.device for module in modules for p in module.parameters(recurse=False)}
-    with torch.no_grad(), objects_kept(modules), generators_kept(devices):
+    devices = {parameter.device for parameter in model.parameters()}
+    buffers = buffers_kept(model, [name for name, _ in model.named_buffers()])
+    with torch.no_grad(), objects_kept(modules), generators_kept(devices), buffers:
         objects = Objects(uncompiled, classes=True)
         result = forward()
         return set(objects.changed()), result
@@ -112,14 +117,14 @@ class _Watched:
 
 
 @contextmanager
-def _watched(modules: list[nn.Module], before: list[_Attributes]) -> Iterator[list[object]]:
+def _watched(model: nn.Module, before: list[_Attributes]) -> Iterator[list[object]]:
     """While open, the hooks that were not there before are watched; yields those that act.
 
     Those of backwards are not run, so nobody sees what they do: they count as acting.
     """
     acting: list[object] = []
     replaced: list[tuple[dict[Any, Any], Any, Any]] = []
-    for module, (_, contents) in zip(modules, before, strict=True):
+    for module, (_, contents) in zip(model.modules(), before, strict=True):
         kinds = zip(_HOOKS, HOOKS_OF_MODULES(vars(module)), strict=True)
         for name, registry in kinds:
             for key in registry.keys() - contents.get(name, {}).keys():

@@ -153,11 +153,41 @@ def test_a_mark_that_the_script_sets() -> None:
         model.kind = kind
         assert torch.equal(program(X), plain(X))
     model.kind = "other"
-    with pytest.raises(
-        ps.InputError, match=r"kind is 'other'.*it was None before, and 'usual' aft"
-    ):
+    with pytest.raises(ps.CaptureError, match="takes another way than with the example"):
         program(X)
     model.kind = None
+    assert torch.equal(program(X), plain(X))
+
+
+class NotesHow(nn.Module):
+    """Notes at every call how it is called, and looks at that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.masked = mask is not None
+        self.calls += 1
+        y = self.body(x) + self.calls
+        if self.masked and mask is not None:
+            y = y * mask
+        result: torch.Tensor = self.head(y)
+        return result
+
+
+def test_what_every_forward_notes_may_be_something_else_in_between() -> None:
+    model, plain = NotesHow(), NotesHow()
+    plain.load_state_dict(model.state_dict())
+    program = ps.capture(model, (X,))
+    assert not program.closed
+    assert torch.equal(program(X), plain(X))
+    for each in (model, plain):
+        each(X, torch.ones(4))
+    for _ in range(2):
+        assert torch.equal(program(X), plain(X))
+    model.masked = torch.ones(3)
     assert torch.equal(program(X), plain(X))
 
 

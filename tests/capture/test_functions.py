@@ -391,6 +391,16 @@ def test_what_a_capture_leaves_with_the_models_python_goes_on() -> None:
     assert pickle.loads(pickle.dumps(kept_when_it_is_asked_for())) == Double.apply
 
 
+def test_names_that_came_after_an_earlier_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    ps.capture(build("alias"), (X,))
+    monkeypatch.setitem(globals(), "late", Double.apply)
+    monkeypatch.setitem(HOW, "late", lambda block, x: globals()["late"](x, 2.0))
+    model = build("late")
+    program = ps.capture(model, (X,))
+    assert not program.closed
+    assert torch.equal(program(X), model(X))
+
+
 @pytest.mark.parametrize(("how", "why"), list(CLOSED.items()))
 def test_what_cannot_be_repeated_stays_closed_and_right(how: str, why: str) -> None:
     model = build(how)
