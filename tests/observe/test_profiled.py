@@ -87,7 +87,7 @@ def test_errors(pipe: ps.Pipeline, tmp_path: Path) -> None:
         step(pipe)
     assert len(timelines) == 1
     with (
-        torch.profiler.profile() as other,
+        torch.profiler.profile(acc_events=True) as other,
         pytest.raises(ps.InputError, match="running already"),
         pipe.recording(profile=tmp_path / "step.json"),
     ):
