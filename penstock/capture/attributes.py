@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-HOOKS_OF_MODULES = itemgetter(
-    *("_forward_pre_hooks", "_forward_hooks"),
-    *("_backward_pre_hooks", "_backward_hooks"),
-)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The names of the registries of a module's hooks."""
+
+HOOKS_OF_MODULES = itemgetter(*HOOKS)
 """The hooks of a module, of each kind, in its `vars`."""
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")

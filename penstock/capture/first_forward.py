@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from penstock.capture.attributes import HOOKS_OF_MODULES
+from penstock.capture.attributes import HOOKS
 from penstock.capture.equality import same
 from penstock.capture.objects import Objects
 from penstock.capture.preserve import MAPPINGS, buffers_kept, entries, objects_kept, put_back
@@ -125,8 +125,8 @@ def _watched(model: nn.Module, before: list[_Attributes]) -> Iterator[list[objec
     acting: list[object] = []
     replaced: list[tuple[dict[Any, Any], Any, Any]] = []
     for module, (_, contents) in zip(model.modules(), before, strict=True):
-        kinds = zip(_HOOKS, HOOKS_OF_MODULES(vars(module)), strict=True)
-        for name, registry in kinds:
+        for name in HOOKS:
+            registry = vars(module)[name]
             for key in registry.keys() - contents.get(name, {}).keys():
                 replaced.append((registry, key, registry[key]))
                 registry[key] = _Watched(registry[key], acting)
@@ -137,9 +137,6 @@ def _watched(model: nn.Module, before: list[_Attributes]) -> Iterator[list[objec
         for registry, key, hook in replaced:
             if key in registry:
                 registry[key] = hook
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def _put_back_assigned(
