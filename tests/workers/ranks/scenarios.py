@@ -433,6 +433,15 @@ def forked(rank: int, plan: Any = None, **options: Any) -> Any:
         return first, plan, (loss, grads(pipe), dict(pipe.state_dict())), empty
 
 
+class SlowLinear(nn.Linear):
+    """Takes longer than what clocks of two ranks on a busy machine are found to differ by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as that of any linear layer, after a while."""
+        time.sleep(0.15)
+        return super().forward(x)
+
+
 def skewed(rank: int) -> Any:
     """Rank 1 is as if on another machine, whose clock is five seconds ahead."""
     if rank == 1:
@@ -445,7 +454,8 @@ def skewed(rank: int) -> Any:
             module.monotonic_ns = later  # type: ignore[attr-defined]
         time.monotonic_ns = later
         operations.machine = clocks.machine = lambda: "another"  # type: ignore[assignment]
-    with ps.Pipeline(Forked(), (X,), num_microbatches=2, schedule="1f1b", cuts=["second"]) as pipe:
+    model = nn.Sequential(SlowLinear(6, 6), SlowLinear(6, 6))
+    with ps.Pipeline(model, (X,), num_microbatches=2, schedule="1f1b", cuts=["1"]) as pipe:
         for _ in range(8):
             step(pipe)
         with pipe.recording() as timelines:

@@ -261,7 +261,8 @@ def test_clocks_of_machines_are_compared(launcher: Launcher, tmp_path: Path) -> 
         for action, start in begun.items():
             if action.stage == 1 and action.kind.value == "F":
                 assert start > begun[action._replace(stage=0)] - 0.1
-        assert all(own["forward"] > 0 for own in account.workers)
+        for own in account.workers:
+            assert own["forward"] > 0.1  # of 0.3: the most that clocks are off is not the rest
 
 
 def plain_attributes() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
