@@ -34,6 +34,9 @@ class _Recorder(Protocol):
     ) -> Any:
         """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
 
+    def note_values(self) -> None:
+        """Python gets a tensor's values by way of something else."""
+
 
 class _Recording(threading.local):
     """The recording of each thread.

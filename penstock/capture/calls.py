@@ -263,7 +263,10 @@ class Call:
         hidden: parameters and buffers inside a closed module.
         identity: a number made of its label and how often that occurred before. It seeds the
             call's random numbers, so these do not depend on what else is recorded around it.
-        may_size: whether a closed module looks at values from which sizes can come.
+        looks: whether a closed module looks at values, and may decide by them what it gives.
+        may_size: whether it looks at some from which sizes can come; a yes or no is none.
+        asked_in: the open module whose Python has asked for a size that the result decides, though
+            it may be another one for other values; `None` if none has.
     """
 
     target: str | Callable[..., Any]
@@ -278,13 +281,23 @@ class Call:
     mutates: tuple[Value, ...] = ()
     hidden: tuple[str, ...] = ()
     identity: int = 0
+    looks: bool = field(default=False, compare=False, repr=False)
     may_size: bool = field(default=False, compare=False, repr=False)
+    asked_in: str | None = field(default=None, compare=False, repr=False)
     _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def is_module(self) -> bool:
         """Whether the call is one of a closed submodule."""
         return isinstance(self.target, str)
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether its result may have another structure, data or size where values are others.
+
+        It matters to the Python around it, which goes by those that were recorded.
+        """
+        return self.asked_in is not None or (self.looks and self.result is not None)
 
     @property
     def label(self) -> str:

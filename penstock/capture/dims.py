@@ -141,6 +141,16 @@ class Varying:
             result.append(leaf)
         return result
 
+    def one_row(self, leaves: Sequence[Any], row: int) -> list[Any]:
+        """The inputs of this row alone; copies where there are rows."""
+        result = []
+        for leaf, dim in zip(leaves, self.batch_dims, strict=True):
+            if dim is not None:
+                axis, per = dim if isinstance(dim, tuple) else (dim, 1)
+                leaf = laid_out_like(leaf.detach().narrow(axis, row * per, per).clone(), leaf)
+            result.append(leaf)
+        return result
+
     def rows_of(
         self, leaves: Sequence[Any], sizes: Sizes, counts: Sequence[int], pieces: Sequence[int]
     ) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -71,6 +72,12 @@ class Forward:
         self._marks: dict[Place, tuple[Any, Any]] = {}  # of the first: what was there, what is now
         self._set_once: dict[Place, tuple[Any, Any]] = {}  # before and after the first forward
         self._read_first: list[Reads] = []  # what those have read
+
+    def of_row(self, row: int) -> Forward:
+        """The same on inputs that have all rows like this one."""
+        other = copy.copy(self)
+        other.leaves = self.varying.one_row(self.leaves, row)
+        return other
 
     def first_forward(self, sizes: Sizes) -> bool:
         """Run the forward a first time, if that makes the next ones assign to nothing."""

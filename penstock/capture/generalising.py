@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from penstock.capture.calls import Call, Sizes, TensorInfo, Trace, Unrecordable
+from penstock.capture.calls import ROWS, Call, Origin, Sizes, TensorInfo, Trace, Unrecordable
 from penstock.capture.forward import KEY, Forward
 from penstock.capture.meta import completed
 from penstock.capture.opening import Opening
 from penstock.capture.sizes import (
     SizedByValues,
     adapted,
+    decided_otherwise,
     differently_sized,
     differs_from,
     generalise,
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _LARGE = 32 << 20  # bytes of results; smaller models are run sooner than their shapes are known
 _SOME = 8  # recordings where random numbers may decide how large a result is
 _MORE = 32  # recordings where random numbers may decide
+_ROWS = 4  # recordings where rows may decide how large a result is
 
 
 def traced(forward: Forward, points: Sequence[Sizes], training: bool) -> tuple[Trace, list[Any]]:
@@ -116,7 +118,7 @@ def _check_more(forward: Forward, first: Trace, sizes: Sizes, training: bool) ->
 
 
 def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool) -> set[str]:
-    """The closed modules whose results are of other sizes where random numbers are others.
+    """The closed modules whose results are of other sizes where random numbers or rows are others.
 
     Args:
         forward: is recorded again, where a module may be one.
@@ -124,14 +126,40 @@ def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool
         sizes: to record it at.
         training: the mode.
     """
+    looking = [call for call in trace.calls if call.may_differ and _is_given(trace, call)]
+    asked = {str(c.target) for c in looking if c.asked_in is not None} - forward.opening.sized
     suspected = may_be_sized_by_values(trace) - forward.opening.sized
+    chance = bool(suspected) and any(call.random for call in trace.calls)
+    if not (looking or chance):
+        return set()
     found: set[str] = set()
-    if suspected and any(call.random for call in trace.calls):
-        first = forward.record(sizes, training)[0]
-        for k in range(_SOME):
-            other = forward.record(sizes, training, KEY._replace(step=1, microbatch=k))[0]
-            found |= differently_sized(first, other, suspected)
+    first = forward.record(sizes, training)[0]
+    for k in range(_SOME if chance else 0):
+        other = forward.record(sizes, training, KEY._replace(step=1, microbatch=k))[0]
+        found |= differently_sized(first, other, suspected)
+    for other in _of_single_rows(forward, sizes, training) if looking else ():
+        found |= differently_sized(first, other, asked)
+        if (call := decided_otherwise(first, other)) is not None:
+            raise Unrecordable(
+                call.path, f"{call.label} looks at values, and gives other data for other ones"
+            )
     return found
+
+
+def _of_single_rows(forward: Forward, sizes: Sizes, training: bool) -> Iterator[Trace]:
+    """Recordings of inputs whose rows are all like one of the example's, for some of these."""
+    last = forward.varying.sizes(forward.leaves)[ROWS] - 1
+    for row in sorted({k * last // (_ROWS - 1) for k in range(_ROWS)}):
+        try:
+            yield forward.of_row(row).record(sizes, training)[0]
+        except Exception:
+            continue  # the model does not take rows that are all like this one
+
+
+def _is_given(trace: Trace, call: Call) -> bool:
+    """Whether a call is given anything that is made of the inputs alone, such as lengths."""
+    infos = [trace.info(value) for value in call.reads()]
+    return any(isinstance(i, TensorInfo) and i.origin is Origin.INPUTS for i in infos)
 
 
 def _check_repeats(forward: Forward, first: Trace, sizes: Sizes, training: bool) -> None:

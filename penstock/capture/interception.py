@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
+from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +64,29 @@ VALUES = frozenset(
     ("numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "__format__", "__repr__")
 )
 """What gives Python a tensor's values by way of something else, in which nobody sees it read."""
+
+
+def _noting_values(name: str) -> Callable[..., Any]:
+    """A method of tensors that a recording is told of."""
+    give = getattr(torch.Tensor, name)
+
+    @wraps(give)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        if RECORDING.recorder is not None:
+            RECORDING.recorder.note_values()
+        return give(*args, **kwargs)
+
+    return get
+
+
+_GIVING = {name: _noting_values(name) for name in ("tolist", "numpy", "__array__", "__dlpack__")}
+"""What gives values to the Python of a closed module without an operator of torch."""
+
+ORIGINAL: dict[Callable[..., Any], Callable[..., Any]] = {
+    noting: noting.__wrapped__  # type: ignore[attr-defined]
+    for noting in _GIVING.values()
+}
+"""What these are, where torch asks who handles a call of one of them."""
 
 _PATCH_LOCK = threading.Lock()
 
@@ -133,6 +157,9 @@ class Interceptor(Protocol):
         kwargs: dict[str, Any],
     ) -> Any:
         """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
+
+    def note_values(self) -> None:
+        """Python gets a tensor's values by way of something else."""
 
     def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
         """Raise if the Python that runs now may not apply a function where nobody sees it."""
@@ -260,5 +287,6 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
     return [
         (torch, "is_grad_enabled", is_grad_enabled),
         *((torch, name, setting(name)) for name in SETTINGS),
+        *((torch.Tensor, name, noting) for name, noting in _GIVING.items()),
         (checkpointing, hook_name, checkpoint_hook),
     ]

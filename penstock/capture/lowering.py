@@ -19,22 +19,27 @@ from torch import fx, nn
 
 from penstock.capture.attributes import find
 from penstock.capture.calls import (
+    OPAQUE,
     Ambient,
     Attribute,
     Call,
+    Irregular,
     Ref,
     Size,
     Sizes,
     Submodule,
+    TensorInfo,
     Trace,
     Value,
     function_name,
 )
+from penstock.capture.equality import same_constant
 from penstock.capture.functions import Applied, invoke
 from penstock.capture.halves import Deferral, Half, may_be_halved, run_halved
 from penstock.capture.numbers import Number, at
 from penstock.capture.randomness import draw, draw_in_python
 from penstock.capture.trees import Structure, flatten, leaf_paths, tree_leaves, unflatten
+from penstock.errors import InputError
 
 _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot
     *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
@@ -131,6 +136,8 @@ class _Lowering:
         else:
             node = self._function(call.target, args, kwargs)
         node.meta["result_of"] = number
+        if call.may_differ:
+            node = self._as_recorded(node, call)
         self._results[number] = node, call.result
         for new in islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
             new.meta.setdefault("call", number)
@@ -172,6 +179,23 @@ class _Lowering:
         if _is_tensor_method(function):
             return self.graph.call_method(name, args, kwargs)
         return self.graph.call_function(function, args, kwargs)
+
+    def _as_recorded(self, node: fx.Node, call: Call) -> fx.Node:
+        """The result of a module that looks at values, if it is what the Python around it knows.
+
+        That is its structure and plain data in it, and its sizes where they were asked for.
+        """
+        recorded = self._constant((call.label, call.asked_in, call.result))
+        expected = [self._expected(leaf, call.asked_in is not None) for leaf in call.outputs]
+        return self.graph.call_function(as_recorded, (recorded, expected, node))
+
+    def _expected(self, leaf: Any, asked: bool) -> Any:
+        if not isinstance(leaf, TensorInfo):
+            return None if leaf is OPAQUE else ("data", self._leaf(leaf))
+        if not asked or leaf.dynamic:
+            return "tensor", None
+        sizes = (None if isinstance(n, Irregular) else self._leaf(n) for n in leaf.shape)
+        return "shape", list(sizes)
 
     def _add_module(self, path: str) -> None:
         self.leaves[_attribute_path(path)] = self.model.get_submodule(path)
@@ -273,6 +297,55 @@ def under(ambient: Ambient, function: Callable[..., Any], /, *args: Any, **kwarg
     grad = ambient.grad and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad), ambient.autocasting():
         return function(*args, **kwargs)
+
+
+def as_recorded(
+    recorded: tuple[str, str | None, Structure | None],
+    expected: Sequence[tuple[str, Any] | None],
+    result: Any,
+) -> Any:
+    """What a module gives that looks at values, if the Python around it may go on as recorded.
+
+    Args:
+        recorded: the call, the module whose Python has asked for the sizes of its result, and the
+            structure of that.
+        expected: for every leaf of the result whether it was a tensor, and of which shape, where
+            that matters (`None` stands for a size that is not known), or the plain data that it
+            was; `None` for another object.
+        result: of the call.
+
+    Raises:
+        InputError: it gives something else.
+    """
+    label, asker, structure = recorded
+    leaves, there = flatten(result)
+    if there != structure:
+        raise InputError(_decides(label, "another structure than", asker))
+    for leaf, told in zip(leaves, expected, strict=True):
+        if told is None:
+            continue
+        what, value = told
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if what != "data" and not is_tensor:
+            raise InputError(_decides(label, f"{leaf!r}, and not a tensor", asker))
+        if what == "shape":
+            shape = tuple(leaf.shape)
+            value = tuple(n if n is not None else k for n, k in zip(value, shape, strict=True))
+            if shape != value:
+                raise InputError(_decides(label, f"the shape {shape}, and not {value}", asker))
+        elif what == "data" and (is_tensor or not same_constant(leaf, value)):
+            now = "a tensor" if is_tensor else repr(leaf)
+            raise InputError(_decides(label, f"{now}, and not {value!r}", asker))
+    return result
+
+
+def _decides(label: str, what: str, asker: str | None) -> str:
+    closed = f", or keep_closed=[{asker!r}]" if asker else ""
+    return (
+        f"{label} gives {what} when it was recorded. It looks at values, which made no difference "
+        "in the example, and the Python around it goes by what it gives. Give an example whose "
+        f"rows differ in what decides it{closed}"
+    )
 
 
 def leaf_of(tree: object, leaf: int) -> Any:

@@ -46,6 +46,7 @@ from penstock.capture.interception import (
     GRADIENTS,
     LAYOUT,
     METADATA,
+    ORIGINAL,
     PARTS,
     SIZES,
     STATE,
@@ -84,6 +85,7 @@ from penstock.capture.watching import (
     Contents,
     OpenAttributes,
     OperatorWatch,
+    Sizing,
     changed,
     check_decision,
     compiled,
@@ -194,9 +196,11 @@ class Recorder(TorchFunctionMode):
         self.patches: list[Patch] = []
         self.known = Known()
         self._mixed: dict[int, Origin] = {}  # into storages, by changes in place
+        self._may_size: dict[int, frozenset[int]] = {}  # by call those that may decide its sizes
         self._outside: dict[str, bool] = {}  # whether closed modules lead to others
         self._open: list[str] = [""]
         self._inside = 0
+        self._gave_values = False  # to the Python of a call
         self._refused: Unrecordable | None = None  # the first, which the model's Python may catch
         self._seen: Counter[str] = Counter()
         self.reading = Reading(
@@ -352,6 +356,10 @@ class Recorder(TorchFunctionMode):
         if why := why_not(function, args):
             raise self._closing(function, why)
 
+    def note_values(self) -> None:
+        """Python gets a tensor's values by way of something else."""
+        self._gave_values = True
+
     @_remembering
     def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
         """Raise if an open module applies a function by a name under which it is not replaced."""
@@ -392,7 +400,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, ORIGINAL.get(func, func)
         name = function_name(func)
         if self._inside:
             return func(*args, **kwargs)
@@ -434,7 +442,7 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable(self._open[-1], f"its Python {error}") from None
 
     def _check_sizes(self, leaves: Sequence[Any]) -> None:
-        """Raise if Python asks for sizes that may depend on values."""
+        """Raise if Python asks for sizes that depend on values; note it where they may."""
         for leaf in leaves:
             known = self.known.get(leaf) if isinstance(leaf, torch.Tensor) else None
             if known is not None and self._is_dynamic(known):
@@ -442,6 +450,9 @@ class Recorder(TorchFunctionMode):
                     self._open[-1],
                     "its Python asks for the size of a tensor that depends on values",
                 )
+            for number in self._may_size.get(known.call, ()) if isinstance(known, Ref) else ():
+                call = self.trace.calls[number]
+                call.asked_in = self._open[-1] if call.asked_in is None else call.asked_in
 
     def _without_tensors(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -499,7 +510,7 @@ class Recorder(TorchFunctionMode):
             args = self._encode(made), tuple(map(self._encode, others))
             call = Call(tensors_in, args, {}, "")
             call.identity = self._identify(call)
-            self._append(call, tensors_in(made, others), dynamic=False)
+            self._append(call, tensors_in(made, others))
         leaves, structure = flatten_result(
             result, lambda value: any(value is made for made in opened) or self._makes(value)
         )
@@ -549,8 +560,8 @@ class Recorder(TorchFunctionMode):
             self._check_settings()
             if self.reading.reads.numbers or self.reading.reads.given:
                 args, kwargs = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
-            result, dynamic = self._observe(call, function, args, kwargs)
-            self._append(call, result, dynamic)
+            result, sizing = self._observe(call, function, args, kwargs)
+            self._append(call, result, sizing)
         finally:
             self._inside -= 1
             self.reading.quiet -= 1
@@ -576,11 +587,11 @@ class Recorder(TorchFunctionMode):
         digest = hashlib.blake2b(f"{label} {self._seen[label]}".encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little")
 
-    def _append(self, call: Call, result: object, dynamic: bool) -> None:
+    def _append(self, call: Call, result: object, sizing: Sizing = Sizing.SHAPES) -> None:
         """Add the call to the trace, unless it only read something harmless."""
         leaves, call.result = flatten(result)
         origin = self._origin(call)
-        dynamic = dynamic and origin is not Origin.NOTHING
+        dynamic = sizing is Sizing.VALUES and origin is not Origin.NOTHING
         dynamic = dynamic or any(self._is_dynamic(value) for value in call.reads())
         number = len(self.trace.calls)
         if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
@@ -596,7 +607,15 @@ class Recorder(TorchFunctionMode):
         call.outputs = tuple(
             self._bind(leaf, Ref(number, k), origin, dynamic) for k, leaf in enumerate(leaves)
         )
+        self._note_sizing(call, number, sizing)
         self.trace.calls.append(call)
+
+    def _note_sizing(self, call: Call, number: int, sizing: Sizing) -> None:
+        """Note which calls may decide by values how large what this one gives is."""
+        given = (self._may_size.get(v.call) for v in call.reads() if isinstance(v, Ref))
+        own = (number,) if sizing is Sizing.PERHAPS else ()
+        if found := frozenset(own).union(*filter(None, given)):
+            self._may_size[number] = found
 
     def _only_passes_on(self, call: Call, leaves: Sequence[Any]) -> bool:
         """Whether a module was given no value, and gives what it was given: `Identity()(None)`."""
@@ -609,21 +628,22 @@ class Recorder(TorchFunctionMode):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, bool]:
+    ) -> tuple[Any, Sizing]:
         """Run the call, noting whether it draws random numbers and what it changes in place.
 
         Returns:
-            its result, and whether the sizes of that may depend on values.
+            its result, and what the sizes of that depend on.
         """
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         contents = [Contents(t) for t in tensors]
         known = None if self.weightless is None else self.weightless.known
-        watch = OperatorWatch(known, call.is_module)
+        watch = OperatorWatch(known)
         seed = None if self.key is None else self.key.for_call(call.identity)
         module = self.model.get_submodule(call.target) if isinstance(call.target, str) else None
         is_watched = self.weightless or module is None or self._may_do_anything(module)
         watches = watch if is_watched else nullcontext()
         self._check_draws(call.path)
+        self._gave_values = False
         try:
             with Draws(self.generators, seed) as draws, watches:
                 if self.weightless is not None:
@@ -643,16 +663,32 @@ class Recorder(TorchFunctionMode):
             for t, before in zip(tensors, contents, strict=True)
             if before.differs_from(t) and (value := self.known.get(t)) is not None
         )
-        if module is None or self.weightless:
-            return result, watch.reads_values
-        if call.target and watch.reads_values and (odd := _numbers_beside_tensors(result)):
+        return result, self._sizing(call, watch, result)
+
+    def _sizing(self, call: Call, watch: OperatorWatch, result: object) -> Sizing:
+        """What the sizes of a call's result depend on; notes whether its Python looks at values.
+
+        Raises:
+            Unrecordable: it does, and gives numbers.
+        """
+        has_python = call.is_module or isinstance(call.target, Applied)
+        call.looks = has_python and (watch.looks or self._gave_values)
+        if self.weightless:
+            looks = watch.looks if call.is_module else watch.may_size
+            return Sizing.VALUES if looks else Sizing.SHAPES
+        if not call.is_module:
+            perhaps = Sizing.PERHAPS if call.looks else Sizing.SHAPES
+            return Sizing.VALUES if watch.may_size else perhaps
+        if call.target and call.looks and (odd := _numbers_beside_tensors(result)):
             raise Unrecordable(
                 call.path,
                 f"{call.label} looks at values, and gives {odd[0]!r} beside tensors, which may "
                 "be another one for others",
             )
-        call.may_size = watch.may_size
-        return result, call.target in self.sized
+        call.may_size = watch.may_size or self._gave_values
+        if call.target in self.sized:
+            return Sizing.VALUES
+        return Sizing.PERHAPS if call.looks and call.target else Sizing.SHAPES
 
     def _may_do_anything(self, module: nn.Module) -> bool:
         """Whether a closed module is not one of torch's, or compiled."""

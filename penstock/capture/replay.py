@@ -20,6 +20,7 @@ from penstock.capture.program import Program
 from penstock.capture.randomness import Key, draw, draw_in_python, python_kept
 from penstock.capture.recorder import Recorder
 from penstock.capture.trees import flatten, tree_leaves
+from penstock.capture.watching import Sizing
 from penstock.torch_internals import without_functions
 
 CallResults = dict[int, list[torch.Tensor]]
@@ -132,9 +133,9 @@ class ForwardResults(Recorder):
                 self.model(*args, **kwargs)
         return self.results
 
-    def _append(self, call: Call, result: object, dynamic: bool) -> None:
+    def _append(self, call: Call, result: object, sizing: Sizing = Sizing.SHAPES) -> None:
         self.results[call.identity] = _copies(result)
-        super()._append(call, result, dynamic)
+        super()._append(call, result, sizing)
 
 
 def replay_results(

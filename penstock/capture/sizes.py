@@ -28,7 +28,7 @@ from penstock.capture.calls import (
     Trace,
     Unrecordable,
 )
-from penstock.capture.equality import same_constant
+from penstock.capture.equality import same, same_constant
 from penstock.capture.functions import Applied
 from penstock.capture.numbers import Number
 from penstock.capture.trees import flatten, tree_leaves, unflatten
@@ -152,6 +152,20 @@ def differently_sized(one: Trace, other: Trace, modules: Collection[str]) -> set
         for call in one.calls
         if call.target in modules and _shapes(call.outputs) != _shapes(found.get(call.identity, ()))
     }
+
+
+def decided_otherwise(one: Trace, other: Trace) -> Call | None:
+    """A closed module that looks at values, and that gives other plain data in the other recording.
+
+    Both are of inputs of the same sizes.
+    """
+    found = {call.identity: call for call in other.calls}
+    for call in one.calls:
+        again = found.get(call.identity, call)
+        data = ([x for x in c.outputs if not isinstance(x, TensorInfo)] for c in (call, again))
+        if call.looks and call.target and (call.result != again.result or not same(*data)):
+            return call
+    return None
 
 
 def _shapes(outputs: Iterable[Any]) -> list[Any]:

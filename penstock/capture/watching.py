@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -21,23 +22,32 @@ _ODD = 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
+class Sizing(IntEnum):
+    """What it depends on how large the results of a call are."""
+
+    SHAPES = 0
+    """On the shapes of what it is given."""
+    PERHAPS = 1
+    """It looks at values, and so far they made no difference."""
+    VALUES = 2
+    """On values."""
+
+
 class OperatorWatch(TorchDispatchMode):
     """Notes whether an operation looks at values to see how large its result is, or draws some.
 
     Args:
         known: runs the operators; they run as ever without it.
-        of_module: whether they are those of a closed module, whose Python may branch.
 
     Attributes:
-        reads_values: whether one did.
+        looks: whether one did, or gave Python a value.
         may_size: whether one did from which sizes can come; a yes or no is none.
         draws: whether one may have drawn random numbers.
     """
 
-    def __init__(self, known: KnownShapes | None = None, of_module: bool = False) -> None:
+    def __init__(self, known: KnownShapes | None = None) -> None:
         super().__init__()
-        self._of_module = of_module
-        self.reads_values = self.may_size = False
+        self.looks = self.may_size = False
         self.draws = False
         self._known = known
 
@@ -51,12 +61,12 @@ class OperatorWatch(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             # by a yes or no, functions check what they are given, as `torch.istft` does
             self.may_size |= type(result) is not bool
-            self.reads_values |= self._of_module or self.may_size
+            self.looks = True
         elif torch.Tag.dynamic_output_shape in func.tags:
             self.may_size |= func is not torch.ops.aten.index.Tensor or any(
                 index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
             )
-            self.reads_values |= self.may_size
+            self.looks |= self.may_size
         return result
 
 

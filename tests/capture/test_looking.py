@@ -1,0 +1,202 @@
+"""Closed modules that look at values, and decide by them what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+
+X = torch.randn(8, 10, 4, generator=torch.Generator().manual_seed(3))
+SAME = torch.full((8,), 7)
+VARIED = torch.tensor([3, 7, 2, 7, 7, 1, 7, 7])
+SHORT = torch.tensor([3, 5, 2, 4, 1, 1, 5, 5])
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda lengths: lengths.max().item(),
+    "index": lambda lengths: lengths.max(),
+    "format": lambda lengths: int(f"{lengths.max()}"),
+    "tolist": lambda lengths: max(lengths.tolist()),
+    "numpy": lambda lengths: int(lengths.numpy().max()),
+    "array": lambda lengths: int(max(lengths.__array__())),
+    "yes or no": lambda lengths: 7 if (lengths > 5).any() else 5,
+}
+
+Give = Callable[[torch.Tensor, int], Any]
+Use = Callable[[torch.Tensor, Any], torch.Tensor]
+
+GIVES: dict[str, tuple[Give, Use]] = {
+    "a number": (lambda x, n: (x * 1, n), lambda x, n: x / n),
+    "a name": (lambda x, n: (x * 1, "a" if n > 5 else "b"), lambda x, n: x if n == "a" else -x),
+    "a tensor or none": (
+        lambda x, n: (x * 1, None if n > 5 else x + 1),
+        lambda x, n: x if n is None else -x,
+    ),
+    "none or a tensor": (
+        lambda x, n: (x * 1, x + 1 if n > 5 else None),
+        lambda x, n: x if n is None else -x,
+    ),
+    "as many": (lambda x, n: (x * 1, [x] * n), lambda x, n: x * len(n)),
+}
+
+
+class Cutting(nn.Module):
+    """Gives as much of its input as lengths say."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[:, : READS[self.how](lengths)]
+
+
+class MeanOf(nn.Module):
+    """Its Python asks how much that is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.cutting = Cutting(how)
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.cutting(x, lengths))
+        result: torch.Tensor = self.last(x).sum(1) / x.shape[1]
+        return result
+
+
+class Deciding(nn.Module):
+    """Gives something beside a tensor."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> Any:
+        return GIVES[self.how][0](x, int(lengths.max()))
+
+
+class Decided(nn.Module):
+    """Its Python goes by that."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.deciding = Deciding(how)
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x, n = self.deciding(self.layer(x), lengths)
+        result: torch.Tensor = self.last(GIVES[self.how][1](x, n))
+        return result
+
+
+def models() -> list[Any]:
+    """Of all kinds."""
+    return [
+        *(pytest.param(MeanOf, how, id=f"size, {how}") for how in READS),
+        *(pytest.param(Decided, how, id=how) for how in GIVES),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "how"), models())
+def test_rows_that_differ_close_what_goes_by_it(kind: type[nn.Module], how: str) -> None:
+    model = nn.ModuleList([kind(how)])[0]
+    program = ps.capture(model, (X, VARIED))
+    for lengths in (VARIED, SHORT, SAME):
+        for rows in (slice(None), slice(0, 4), slice(4, 8)):
+            given = X[rows], lengths[rows]
+            assert torch.equal(program(*given), model(*given))
+
+
+@pytest.mark.parametrize(("kind", "how"), models())
+def test_what_the_example_does_not_show_is_refused(kind: type[nn.Module], how: str) -> None:
+    model = kind(how)
+    program = ps.capture(model, (X, SAME))
+    assert torch.equal(program(X, SAME), model(X, SAME))
+    with pytest.raises(ps.InputError, match="looks at values, which made no difference"):
+        program(X, SHORT)
+
+
+def test_the_error_names_what_to_keep_closed() -> None:
+    model = nn.ModuleDict({"of": MeanOf("item"), "after": nn.Linear(4, 4)})
+    model.forward = lambda x, lengths: model["after"](model["of"](x, lengths))  # type: ignore
+    program = ps.capture(model, (X, SAME))
+    with pytest.raises(ps.InputError, match=r"of\.cutting gives the shape \(2, 5, 4\)") as raised:
+        program(X[:2], SHORT[:2])
+    assert "keep_closed=['of']" in str(raised.value)
+    program = ps.capture(model, (X, SAME), keep_closed=["of"])
+    assert torch.equal(program(X, SHORT), model(X, SHORT))
+
+
+class Unasked(nn.Module):
+    """Nobody asks how much it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cutting = Cutting("item")
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.layer(self.cutting(x, lengths))).sum(1)
+        return result
+
+
+def test_sizes_that_nobody_asks_for_may_be_any() -> None:
+    model = Unasked()
+    program = ps.capture(model, (X, SAME))
+    assert not program.closed
+    for lengths in (SAME, SHORT):
+        assert torch.equal(program(X, lengths), model(X, lengths))
+
+
+def test_a_pipeline_refuses_them_too() -> None:
+    model = MeanOf("tolist")
+    with ps.Pipeline(model, (X, SAME), devices=["cpu"] * 2, num_microbatches=2, audit=None) as pipe:
+        assert torch.equal(pipe(X, SAME), model(X, SAME))
+        with pytest.raises(ps.InputError, match=r"cutting gives the shape \(4, 5, 4\)"):
+            pipe(X, SHORT)
+
+
+class Cut(torch.autograd.Function):
+    """As many entries as a number in a tensor says, or as a yes or no says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, lengths: torch.Tensor, how: str) -> torch.Tensor:
+        ctx.length = x.shape[1]
+        return x[:, : READS[how](lengths)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        rest = ctx.length - gradient.shape[1]
+        return nn.functional.pad(gradient, (0, 0, 0, rest)), None, None
+
+
+class CutByFunction(nn.Module):
+    """Its Python asks how large the result of a custom function is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = Cut.apply(self.layer(x), lengths, self.how)
+        result: torch.Tensor = self.last(x).sum(1) / x.shape[1]
+        return result
+
+
+@pytest.mark.parametrize("how", READS)
+def test_custom_functions_that_look_at_values(how: str) -> None:
+    model = CutByFunction(how)
+    program = ps.capture(model, (X, SAME))
+    assert torch.equal(program(X, SAME), model(X, SAME))
+    if how in ("item", "index", "format"):  # operators from which sizes can come
+        assert torch.equal(program(X, SHORT), model(X, SHORT))
+        return
+    with pytest.raises(ps.InputError, match="looks at values, which made no difference"):
+        program(X, SHORT)
