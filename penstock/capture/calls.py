@@ -300,6 +300,11 @@ class Call:
         return self.asked_in is not None or (self.looks and self.result is not None)
 
     @property
+    def sized_as(self) -> str | int:
+        """By what it is known that sizes of its result depend on values: module, or identity."""
+        return self.target if isinstance(self.target, str) else self.identity
+
+    @property
     def label(self) -> str:
         """A short name for people: the module's path, or the function's name and where."""
         if isinstance(self.target, str):

@@ -117,8 +117,10 @@ def _check_more(forward: Forward, first: Trace, sizes: Sizes, training: bool) ->
             raise Unrecordable(path, "what it is given depends on random numbers")
 
 
-def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool) -> set[str]:
-    """The closed modules whose results are of other sizes where random numbers or rows are others.
+def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool) -> set[str | int]:
+    """The calls whose results are of other sizes where random numbers or rows are others.
+
+    They are named by their module, or by their identity.
 
     Args:
         forward: is recorded again, where a module may be one.
@@ -127,12 +129,12 @@ def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool
         training: the mode.
     """
     looking = [call for call in trace.calls if call.may_differ and _is_given(trace, call)]
-    asked = {str(c.target) for c in looking if c.asked_in is not None} - forward.opening.sized
+    asked = {c.sized_as for c in looking if c.asked_in is not None} - forward.opening.sized
     suspected = may_be_sized_by_values(trace) - forward.opening.sized
     chance = bool(suspected) and any(call.random for call in trace.calls)
     if not (looking or chance):
         return set()
-    found: set[str] = set()
+    found: set[str | int] = set()
     first = forward.record(sizes, training)[0]
     for k in range(_SOME if chance else 0):
         other = forward.record(sizes, training, KEY._replace(step=1, microbatch=k))[0]

@@ -58,7 +58,8 @@ class Opening:
         modules: all of the model, by qualified name.
         closed: why it does not look inside these.
         forced: those that it does look inside for what they share.
-        sized: those that it does not, and whose results are as large as values say.
+        sized: those that it does not, and whose results are as large as values say; and the
+            identities of other calls of which that is true.
         saves: whether forwards are recorded with all that their backwards need.
         without_values: whether forwards may be recorded on shapes alone, which compiled code and
             hooks are not given.
@@ -70,7 +71,7 @@ class Opening:
         aliases = {n: names[id(m)] for n, m in model.named_modules(remove_duplicate=False)}
         self.closed: dict[str, str] = {}
         self.forced: set[str] = set()
-        self.sized: set[str] = set()
+        self.sized: set[str | int] = set()
         self.saves = False
         self.without_values = not is_on_meta(model) and not any(map(_wants_values, model.modules()))
         if isinstance(keep_closed, str) or not isinstance(keep_closed, Iterable):
@@ -129,15 +130,19 @@ class Opening:
                 if other and type(module) is kind:
                     self.closed.setdefault(other, why)
 
-    def note_sizes(self, found: Collection[str]) -> bool:
+    def note_sizes(self, found: Collection[str | int]) -> bool:
         """Note closed modules whose results are as large as values say, and all of their classes.
+
+        Args:
+            found: the modules, and the identities of other calls.
 
         Returns:
             whether there are others than before.
         """
-        kinds = {type(self.modules[path]) for path in found}
+        kinds = {type(self.modules[path]) for path in found if isinstance(path, str)}
         before = len(self.sized)
         self.sized.update(path for path, module in self.modules.items() if type(module) in kinds)
+        self.sized.update(identity for identity in found if isinstance(identity, int))
         return len(self.sized) > before
 
     def force(self, trace: Trace) -> bool:

@@ -107,7 +107,7 @@ def record(
     strict: bool = True,
     numbers: Mapping[Where, Numeric] | None = None,
     like: Structure | None = None,
-    sized: Collection[str] = (),
+    sized: Collection[str | int] = (),
 ) -> tuple[Trace, Any]:
     """Run `model(*args, **kwargs)` and record it.
 
@@ -120,7 +120,8 @@ def record(
         strict: whether open modules must leave their attributes alone.
         numbers: those in attributes and arguments that become values which are passed in.
         like: a structure of `(args, kwargs)` that opens objects among the arguments as well.
-        sized: closed modules whose results are as large as values say.
+        sized: closed modules whose results are as large as values say, and the identities of other
+            calls of which that is true.
 
     Returns:
         the trace, and what the model returned.
@@ -181,7 +182,7 @@ class Recorder(TorchFunctionMode):
         is_open: Callable[[str], bool],
         key: Key | None,
         numbers: Mapping[Where, Numeric] | None = None,
-        sized: Collection[str] = (),
+        sized: Collection[str | int] = (),
     ) -> None:
         super().__init__()
         self.model = model
@@ -591,8 +592,6 @@ class Recorder(TorchFunctionMode):
         """Add the call to the trace, unless it only read something harmless."""
         leaves, call.result = flatten(result)
         origin = self._origin(call)
-        dynamic = sizing is Sizing.VALUES and origin is not Origin.NOTHING
-        dynamic = dynamic or any(self._is_dynamic(value) for value in call.reads())
         number = len(self.trace.calls)
         if not any(self._is_value(leaf) for leaf in leaves) and not call.mutates:
             if origin is Origin.NOTHING or self._only_passes_on(call, leaves):
@@ -604,11 +603,29 @@ class Recorder(TorchFunctionMode):
             if isinstance(info, TensorInfo):
                 before = self._mixed.get(info.storage, Origin.NOTHING)
                 self._mixed[info.storage] = max(before, origin)
+        sizings = [self._sizing_of(leaf, call, sizing, origin) for leaf in leaves]
         call.outputs = tuple(
-            self._bind(leaf, Ref(number, k), origin, dynamic) for k, leaf in enumerate(leaves)
+            self._bind(leaf, Ref(number, k), origin, sizings[k] is Sizing.VALUES)
+            for k, leaf in enumerate(leaves)
         )
-        self._note_sizing(call, number, sizing)
+        self._note_sizing(call, number, max(sizings, default=sizing))
         self.trace.calls.append(call)
+
+    def _sizing_of(self, leaf: object, call: Call, sizing: Sizing, origin: Origin) -> Sizing:
+        """What the size of one leaf of a result depends on.
+
+        Where a call is given anything whose size depends on values, so does that of its result,
+        unless it is just as large as something else that it is given.
+        """
+        if sizing is Sizing.VALUES:
+            return sizing if origin is not Origin.NOTHING else Sizing.SHAPES
+        given = [self.trace.info(value) for value in call.reads() if isinstance(value, Ref)]
+        tensors = [info for info in given if isinstance(info, TensorInfo)]
+        if not any(info.dynamic for info in tensors) or not isinstance(leaf, torch.Tensor):
+            return sizing
+        shape = tuple(leaf.shape)
+        alike = any(info.shape == shape and not info.dynamic for info in tensors)
+        return Sizing.PERHAPS if alike and call.identity not in self.sized else Sizing.VALUES
 
     def _note_sizing(self, call: Call, number: int, sizing: Sizing) -> None:
         """Note which calls may decide by values how large what this one gives is."""

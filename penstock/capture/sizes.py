@@ -141,16 +141,22 @@ def _grows_otherwise(trace: Trace, call: Call) -> bool:
     return any(isinstance(n, Size) and _terms(n) not in known for n in sizes)
 
 
-def differently_sized(one: Trace, other: Trace, modules: Collection[str]) -> set[str]:
-    """Those of these closed modules that give other sizes in the one recording than in the other.
+def differently_sized(one: Trace, other: Trace, among: Collection[str | int]) -> set[str | int]:
+    """Those of these calls that give other sizes in the one recording than in the other.
 
     Both are of inputs of the same sizes.
+
+    Args:
+        one: a recording.
+        other: another one.
+        among: the names of closed modules, and the identities of other calls.
     """
     found = {call.identity: call.outputs for call in other.calls}
     return {
-        str(call.target)
+        call.sized_as
         for call in one.calls
-        if call.target in modules and _shapes(call.outputs) != _shapes(found.get(call.identity, ()))
+        if call.sized_as in among
+        and _shapes(call.outputs) != _shapes(found.get(call.identity, ()))
     }
 
 
@@ -406,8 +412,8 @@ class _Merge:
     def leaf(self, group: Sequence[Any], path: str, what: str) -> Any:
         first = group[0]
         if isinstance(first, TensorInfo) and len({(len(g.shape), g.dtype) for g in group}) == 1:
-            if first.dynamic:
-                return first
+            if any(g.dynamic for g in group):
+                return replace(first, dynamic=True)
             dims = zip(*(g.shape for g in group), strict=True)
             return replace(first, shape=tuple(self._dimension(sizes, path, what) for sizes in dims))
         if all(same_constant(g, first) for g in group):
