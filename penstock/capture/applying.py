@@ -34,6 +34,11 @@ class _Recorder(Protocol):
     ) -> Any:
         """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
 
+    def call_function(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the plain function does, which is closed."""
+
     def note_values(self) -> None:
         """Python gets a tensor's values by way of something else."""
 

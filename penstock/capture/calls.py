@@ -22,12 +22,20 @@ INPUTS = -1
 
 
 class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a module
-    """Something in the open module `path` cannot be recorded; `why` is for `explain()`."""
+    """Something in the open module `path` cannot be recorded; `why` is for `explain()`.
+
+    Attributes:
+        path: the module's qualified name.
+        why: in words.
+        within: the plain function whose Python does it, and that may be closed in place of the
+            module.
+    """
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path or '(the model itself)'}: {why}")
         self.path = path
         self.why = why
+        self.within: Callable[..., Any] | None = None
 
 
 class Assigned(Unrecordable):

@@ -25,6 +25,7 @@ from penstock.capture.calls import (
     Trace,
     Unrecordable,
 )
+from penstock.capture.closed_functions import Unclosable
 from penstock.capture.dims import BatchDim, Dynamic, Varying, positional_names, varying_of_some
 from penstock.capture.equality import same
 from penstock.capture.forward import KEY, Forward
@@ -75,7 +76,8 @@ def capture(
         keep_closed: qualified names of submodules that are kept as one call.
 
     Returns:
-        the program. Where something cannot be recorded, the module around it is kept as one call,
+        the program. Where something cannot be recorded, the plain function that does it is kept as
+        one call if it takes and gives tensors and plain data; else the module around it is,
         in the worst case the whole model; `program.closed` says why.
 
     Raises:
@@ -234,6 +236,12 @@ class _Capturer:
                     continue
                 if isinstance(problem, Assigned) and self.forward.first_forward(points[0]):
                     continue
+                if isinstance(problem, Unclosable):
+                    self.opening.functions.reopen(problem.function)
+                    continue
+                if problem.within is not None:
+                    self.opening.functions.close(problem.within, problem.why)
+                    continue
                 if problem.path in self.opening.closed:
                     raise CaptureError(f"the forward cannot be recorded: {problem}") from problem
                 self.opening.close(problem.path, problem.why)
@@ -248,8 +256,9 @@ class _Capturer:
             train if train == evaluation else evaluation,
             self.forward.varying,
             self.leaves,
-            self.opening.closed,
+            self.opening.closed | self.opening.functions.reasons((*train.calls, *evaluation.calls)),
             self.opening.is_open,
+            self.opening.functions,
             self,
             points,
             frozenset(parameters.written) if parameters is not None else frozenset(),

@@ -79,7 +79,7 @@ class Explanation:
         parameters: how many numbers the model learns.
         rows: the calls in training, in order.
         differences: what evaluation does otherwise, in words; empty if it runs the same program.
-        closed: why the program does not look into these modules, by qualified name.
+        closed: why the program does not look into these modules and plain functions, by name.
         kinds: the class of every module, by qualified name.
         capture_seconds: how long capturing took, where somebody measured it.
     """
@@ -137,9 +137,13 @@ class Explanation:
 
     def notes(self) -> list[str]:
         """The modules that stayed closed, what evaluation does otherwise, and the summary."""
-        composite = {path: why for path, why in self.closed.items() if path in self.kinds}
+        shown = {
+            name: why
+            for name, why in self.closed.items()
+            if name in self.kinds or name.endswith("()")
+        }
         modes = [f"evaluation: {difference}" for difference in self.differences]
-        return ["", *_reasons(composite), *modes, self.summary]
+        return ["", *_reasons(shown), *modes, self.summary]
 
     def __str__(self) -> str:
         return self.tree()
@@ -429,12 +433,17 @@ def _reasons(closed: dict[str, str]) -> list[str]:
         shown = ", ".join(names[:_NAMED]) + (
             f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         )
-        found.append(f"closed: {shown}: {why}{_advice(why)}")
+        advice = "" if shown.endswith("()") else _advice(why)
+        found.append(f"closed: {shown}: {why}{advice}")
     return found
 
 
 _ADVICE = (
-    ("reads a tensor's value", "compute with it (torch.where), or decide outside of the model"),
+    (
+        "reads a tensor's value",
+        "compute with it (torch.where), do it in a plain function that takes and gives tensors, or "
+        "decide outside of the model",
+    ),
     ("asks for the size of a tensor", "a mask in place of x[condition] keeps sizes known"),
     ("an autograd.Function of its own", "called in a small module, only that one stays closed"),
     ("assigns to self.", "return it, or keep what changes in a small module or a buffer"),

@@ -156,6 +156,7 @@ class Forward:
                     numbers=self.numbers,
                     like=self.structure,
                     sized=self.opening.sized,
+                    functions=self.opening.functions,
                 )
                 trace.reads.resting = _resting(self.model, trace)
             leaves = leaves_of(result, trace.output_structure)

@@ -7,6 +7,7 @@ may do more stays within the module that applies it, which is closed.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,16 @@ from typing import Any
 import torch
 
 
+class Whole(ABC):
+    """What a program calls that is neither a module nor torch's: its Python runs in the replay."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What it gives."""
+
+
 @dataclass(frozen=True)
-class Applied:
+class Applied(Whole):
     """What applies an `autograd.Function`; equal for the same one.
 
     Attributes:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.capture.calls import Attribute, Call, Ref, TensorInfo, Trace
-from penstock.capture.functions import Applied
+from penstock.capture.functions import Whole
 from penstock.capture.trees import tree_leaves
 
 _PRODUCTS = {
@@ -134,7 +134,7 @@ def _is_plain(call: Call, model: nn.Module) -> bool:
     ):
         return False
     if not isinstance(call.target, str):
-        return not isinstance(call.target, Applied)  # whose backward may do anything
+        return not isinstance(call.target, Whole)  # whose backward may do anything
     module = model.get_submodule(call.target)
     return not [*module.children(), *module.buffers()]
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.capture.applying import RECORDING, Applies, bound_applies, stand_in
+from penstock.capture.closed_functions import ClosedFunctions
 from penstock.capture.reads import SETTINGS, Reading
 from penstock.errors import CaptureError
 from penstock.torch_internals import (
@@ -128,11 +129,13 @@ class Interceptor(Protocol):
 
     Attributes:
         model: whose forward runs.
+        functions: which plain functions are closed.
         reading: notes what its Python reads.
         patches: that are in force.
     """
 
     model: nn.Module
+    functions: ClosedFunctions
     reading: Reading
     patches: list[Patch]
 
@@ -158,6 +161,11 @@ class Interceptor(Protocol):
     ) -> Any:
         """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
 
+    def call_function(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the plain function does, which is closed."""
+
     def note_values(self) -> None:
         """Python gets a tensor's values by way of something else."""
 
@@ -182,7 +190,12 @@ def intercepted(recorder: Interceptor) -> Iterator[None]:
     with _PATCH_LOCK, ExitStack() as stack:
         RECORDING.recorder = recorder
         stack.callback(setattr, RECORDING, "recorder", None)
-        ours = (*_of_modules(recorder), *_of_functions(recorder), *_of_torch(recorder))
+        ours = (
+            *_of_modules(recorder),
+            *_of_functions(recorder),
+            *_of_torch(recorder),
+            *recorder.functions.places(),
+        )
         for owner, name, replacement in ours:
             patch = Patch(owner, name, replacement, vars(owner).get(name))
             recorder.patches.append(patch)

@@ -34,7 +34,7 @@ from penstock.capture.calls import (
     function_name,
 )
 from penstock.capture.equality import same_constant
-from penstock.capture.functions import Applied, invoke
+from penstock.capture.functions import Whole, invoke
 from penstock.capture.halves import Deferral, Half, may_be_halved, run_halved
 from penstock.capture.numbers import Number, at
 from penstock.capture.randomness import draw, draw_in_python
@@ -166,7 +166,7 @@ class _Lowering:
         return self.graph.get_attr(_attribute_path(target))
 
     def _function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
-        if isinstance(function, Applied):
+        if isinstance(function, Whole):
             return self.graph.call_function(invoke, (self._constant(function), *args), kwargs)
         name = function_name(function)
         python_name = getattr(function, "__name__", "")

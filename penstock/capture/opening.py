@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.capture.calls import Attribute, Trace
+from penstock.capture.closed_functions import ClosedFunctions
 from penstock.capture.meta import is_on_meta
 from penstock.capture.norms import is_small_norm
 from penstock.capture.watching import is_compiled, with_owners
@@ -57,6 +58,7 @@ class Opening:
     Attributes:
         modules: all of the model, by qualified name.
         closed: why it does not look inside these.
+        functions: which plain functions it does not look inside.
         forced: those that it does look inside for what they share.
         sized: those that it does not, and whose results are as large as values say; and the
             identities of other calls of which that is true.
@@ -70,6 +72,7 @@ class Opening:
         names = {id(module): name for name, module in self.modules.items()}
         aliases = {n: names[id(m)] for n, m in model.named_modules(remove_duplicate=False)}
         self.closed: dict[str, str] = {}
+        self.functions = ClosedFunctions()
         self.forced: set[str] = set()
         self.sized: set[str | int] = set()
         self.saves = False

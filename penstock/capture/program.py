@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from penstock.capture.attributes import alike, named_tensors
 from penstock.capture.calls import ROWS, Attribute, Sizes, TensorInfo, Trace, Value, input_leaves
+from penstock.capture.closed_functions import ClosedFunctions
 from penstock.capture.cuts import NOTHING, Cuts, KeptInStages
 from penstock.capture.dims import Varying
 from penstock.capture.explain import Explanation, explain
@@ -78,8 +79,10 @@ class Program:
         eval: the trace in evaluation mode; the same object if nothing differs.
         varying: which dimensions of the inputs vary.
         example: the leaves of the example inputs.
-        closed: for every closed module, by qualified name, why it is one call.
+        closed: for every closed module, by qualified name, why it is one call; and for every plain
+            function that is closed, by its name with that of its Python module.
         is_open: a function of a module's name: whether the module is open.
+        functions: which plain functions are closed.
         was_on_meta: whether the model was captured without weights.
         written: names of parameters that a forward changes, as `nn.Embedding(max_norm=...)` does.
         signatures: the signatures of the calls so far.
@@ -97,6 +100,7 @@ class Program:
         example: Sequence[Any],
         closed: Mapping[str, str],
         is_open: Callable[[str], bool],
+        functions: ClosedFunctions,
         source: TraceSource,
         points: Sequence[Sizes],
         written: frozenset[str] = frozenset(),
@@ -108,6 +112,7 @@ class Program:
         self.example = tuple(example)
         self.closed = dict(closed)
         self.is_open = is_open
+        self.functions = functions
         self.written = written
         self.left: frozenset[str] = frozenset()
         self.remembering: frozenset[str] = frozenset()

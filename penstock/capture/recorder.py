@@ -8,6 +8,8 @@ resolve themselves. What cannot be recorded inside an open module raises `Unreco
 from __future__ import annotations
 
 import hashlib
+import inspect
+import sys
 import threading
 import weakref
 from collections import Counter, deque
@@ -40,7 +42,14 @@ from penstock.capture.calls import (
     ambient,
     function_name,
 )
-from penstock.capture.functions import Applied, why_not, why_not_made
+from penstock.capture.closed_functions import (
+    ClosedFunction,
+    ClosedFunctions,
+    Unclosable,
+    why_not_given,
+    why_nothing_made,
+)
+from penstock.capture.functions import Applied, Whole, why_not, why_not_made
 from penstock.capture.interception import (
     CLOSING,
     GRADIENTS,
@@ -108,6 +117,7 @@ def record(
     numbers: Mapping[Where, Numeric] | None = None,
     like: Structure | None = None,
     sized: Collection[str | int] = (),
+    functions: ClosedFunctions | None = None,
 ) -> tuple[Trace, Any]:
     """Run `model(*args, **kwargs)` and record it.
 
@@ -122,6 +132,7 @@ def record(
         like: a structure of `(args, kwargs)` that opens objects among the arguments as well.
         sized: closed modules whose results are as large as values say, and the identities of other
             calls of which that is true.
+        functions: which plain functions are closed.
 
     Returns:
         the trace, and what the model returned.
@@ -129,7 +140,7 @@ def record(
     Raises:
         Unrecordable: something in an open module cannot be recorded.
     """
-    recorder = Recorder(model, is_open, key, numbers or {}, sized)
+    recorder = Recorder(model, is_open, key, numbers or {}, sized, functions)
     known, reading = recorder.known, recorder.reading
     leaves, structure = flatten((tuple(args), kwargs))
     if like is not None:
@@ -167,7 +178,10 @@ def _remembering(method: Callable[Concatenate[Recorder, P], T]) -> Callable[...,
         try:
             return method(self, *args, **kwargs)
         except Unrecordable as problem:
-            self._refused = self._refused or problem
+            if self._refused is None:
+                self._refused = problem
+                if problem.path == self._open[-1]:
+                    problem.within = self.functions.running(sys._getframe(1), _CALLERS)
             raise
 
     return remembering
@@ -183,8 +197,10 @@ class Recorder(TorchFunctionMode):
         key: Key | None,
         numbers: Mapping[Where, Numeric] | None = None,
         sized: Collection[str | int] = (),
+        functions: ClosedFunctions | None = None,
     ) -> None:
         super().__init__()
+        self.functions = functions or ClosedFunctions()
         self.model = model
         self.is_open = is_open
         self.sized = sized
@@ -343,6 +359,40 @@ class Recorder(TorchFunctionMode):
         return self._record(
             Applied(function), partial(self._given_alone, function, apply), args, kwargs
         )
+
+    @_remembering
+    def call_function(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a closed plain function does while recording: it is a call, too."""
+        if not self.is_outside:
+            return function(*args, **kwargs)
+        with self.reading.paused():
+            self._check_given(function, args, kwargs)
+        whole = partial(self._by_itself, function)
+        return self._record(ClosedFunction(function), whole, args, kwargs)
+
+    def _check_given(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise if a closed function must not be called with these."""
+        if why := why_not_given(args, kwargs):
+            raise Unclosable(self._open[-1], function, why)
+
+    def _by_itself(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function that must use and change nothing of the model but what it is given."""
+        before = tree_leaves((args, kwargs))
+        with self._unseen(), UsedOutside(self.model, None, before) as used:
+            result = function(*args, **kwargs)
+        after = tree_leaves((args, kwargs))
+        why = why_nothing_made(result)
+        if used.names:
+            why = f"which uses {next(iter(used.names))} and is not given it"
+        if len(after) != len(before) or any(x is not y for x, y in zip(after, before, strict=True)):
+            why = "which changes a list or a dictionary that it is given"
+        if why:
+            raise Unclosable(self._open[-1], function, why)
+        return result
 
     def _check_function(
         self, function: type[torch.autograd.Function], args: tuple[Any, ...]
@@ -688,8 +738,10 @@ class Recorder(TorchFunctionMode):
         Raises:
             Unrecordable: it does, and gives numbers.
         """
-        has_python = call.is_module or isinstance(call.target, Applied)
+        has_python = call.is_module or isinstance(call.target, Whole)
         call.looks = has_python and (watch.looks or self._gave_values)
+        if isinstance(call.target, ClosedFunction) and call.looks:
+            return Sizing.VALUES
         if self.weightless:
             looks = watch.looks if call.is_module else watch.may_size
             return Sizing.VALUES if looks else Sizing.SHAPES
@@ -836,6 +888,10 @@ class _Living(weakref.ref[Any]):
     def __init__(self, leaf: object, gone: deque[_Living]) -> None:
         self.number = id(leaf)
         self.is_storage = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+
+
+_CALLERS = (inspect.unwrap(Recorder.call_module).__code__, Recorder.run.__code__)
+"""The code of what calls modules."""
 
 
 class Known:

@@ -41,7 +41,7 @@ def seeded(program: Program, key: Key, model: nn.Module | None = None) -> Iterat
     if not program.random:
         yield
         return
-    seeding = _Seeding(model or program.model, program.is_open, key, program.random)
+    seeding = _Seeding(program, model or program.model, key)
     with intercepted(seeding), seeding:
         yield
 
@@ -50,25 +50,21 @@ class _Seeding(Recorder):
     """A recorder that records nothing: it counts calls, and seeds those that draw.
 
     Args:
+        program: captured from `model`, or from a copy of it.
         model: whose forward runs.
-        is_open: whether a program looks inside the module of this name.
         key: the random key.
-        random: the calls that draw, and whether they draw in Python, by their identities.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        is_open: Callable[[str], bool],
-        key: Key,
-        random: Mapping[int, bool],
-    ) -> None:
-        super().__init__(model, is_open, None)
-        self._random = random
+    def __init__(self, program: Program, model: nn.Module, key: Key) -> None:
+        super().__init__(model, program.is_open, None, functions=program.functions)
+        self._random = program.random
         self._drawn = key
 
     def _check_function(self, function: object, leaves: object) -> None:
         """Does nothing: outside of a recording any `autograd.Function` may be applied."""
+
+    def _check_given(self, function: object, args: object, kwargs: object) -> None:
+        """Does nothing: outside of a recording any function may be given anything."""
 
     def check_unseen_application(self, function: object) -> None:
         """Does nothing: outside of a recording functions may be applied in any way."""
@@ -118,7 +114,7 @@ class ForwardResults(Recorder):
     """
 
     def __init__(self, program: Program, model: nn.Module, key: Key) -> None:
-        super().__init__(model, program.is_open, key)
+        super().__init__(model, program.is_open, key, functions=program.functions)
         self.results: CallResults = {}
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallResults:

@@ -155,8 +155,7 @@ def differently_sized(one: Trace, other: Trace, among: Collection[str | int]) ->
     return {
         call.sized_as
         for call in one.calls
-        if call.sized_as in among
-        and _shapes(call.outputs) != _shapes(found.get(call.identity, ()))
+        if call.sized_as in among and _shapes(call.outputs) != _shapes(found.get(call.identity, ()))
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from penstock.capture.calls import Ambient
+from penstock.capture.closed_functions import ClosedFunction
 from penstock.capture.functions import Applied
 from penstock.capture.lowering import StageModule
 from penstock.capture.randomness import draw_in_python
@@ -103,6 +104,8 @@ def _why_not_called(module: StageModule, node: fx.Node) -> str:
     called = [_held(module, str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
     if any(isinstance(each, Applied) for each in called):
         return "it computes gradients itself"
+    if any(isinstance(each, ClosedFunction) for each in called):
+        return "it calls a function that looks at values"
     if any(isinstance(each, Ambient) and each.casting for each in called):
         return "a part of it runs under an autocast of its own"
     modules = (why_unknown(each) for each in called if isinstance(each, nn.Module))
