@@ -273,8 +273,9 @@ class Call:
             call's random numbers, so these do not depend on what else is recorded around it.
         looks: whether a closed module looks at values, and may decide by them what it gives.
         may_size: whether it looks at some from which sizes can come; a yes or no is none.
-        asked_in: the open module whose Python has asked for a size that the result decides, though
-            it may be another one for other values; `None` if none has.
+        asked_in: the open module whose Python has asked for the size of its result, though that may
+            be another one for other values; `None` if none has.
+        by_inputs: whether these may be values of the inputs alone.
     """
 
     target: str | Callable[..., Any]
@@ -292,6 +293,7 @@ class Call:
     looks: bool = field(default=False, compare=False, repr=False)
     may_size: bool = field(default=False, compare=False, repr=False)
     asked_in: str | None = field(default=None, compare=False, repr=False)
+    by_inputs: bool = field(default=False, compare=False, repr=False)
     _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
@@ -309,8 +311,8 @@ class Call:
 
     @property
     def sized_as(self) -> str | int:
-        """By what it is known that sizes of its result depend on values: module, or identity."""
-        return self.target if isinstance(self.target, str) else self.identity
+        """By what a recording knows that its size depends on values: by its module, or identity."""
+        return self.target if isinstance(self.target, str) and self.looks else self.identity
 
     @property
     def label(self) -> str:

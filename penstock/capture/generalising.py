@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from penstock.capture.calls import ROWS, Call, Origin, Sizes, TensorInfo, Trace, Unrecordable
+from penstock.capture.calls import ROWS, Call, Sizes, TensorInfo, Trace, Unrecordable
 from penstock.capture.forward import KEY, Forward
 from penstock.capture.meta import completed
 from penstock.capture.opening import Opening
@@ -128,7 +128,7 @@ def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool
         sizes: to record it at.
         training: the mode.
     """
-    looking = [call for call in trace.calls if call.may_differ and _is_given(trace, call)]
+    looking = [call for call in trace.calls if call.may_differ and call.by_inputs]
     asked = {c.sized_as for c in looking if c.asked_in is not None} - forward.opening.sized
     suspected = may_be_sized_by_values(trace) - forward.opening.sized
     chance = bool(suspected) and any(call.random for call in trace.calls)
@@ -156,12 +156,6 @@ def _of_single_rows(forward: Forward, sizes: Sizes, training: bool) -> Iterator[
             yield forward.of_row(row).record(sizes, training)[0]
         except Exception:
             continue  # the model does not take rows that are all like this one
-
-
-def _is_given(trace: Trace, call: Call) -> bool:
-    """Whether a call is given anything that is made of the inputs alone, such as lengths."""
-    infos = [trace.info(value) for value in call.reads()]
-    return any(isinstance(i, TensorInfo) and i.origin is Origin.INPUTS for i in infos)
 
 
 def _check_repeats(forward: Forward, first: Trace, sizes: Sizes, training: bool) -> None:

@@ -320,31 +320,33 @@ def as_recorded(
     label, asker, structure = recorded
     leaves, there = flatten(result)
     if there != structure:
-        raise InputError(_decides(label, "another structure than", asker))
+        raise InputError(_decided(label, "another structure than", "", asker))
     for leaf, told in zip(leaves, expected, strict=True):
         if told is None:
             continue
         what, value = told
         is_tensor = isinstance(leaf, torch.Tensor)
         if what != "data" and not is_tensor:
-            raise InputError(_decides(label, f"{leaf!r}, and not a tensor", asker))
+            raise InputError(_decided(label, repr(leaf), "a tensor", asker))
         if what == "shape":
             shape = tuple(leaf.shape)
             value = tuple(n if n is not None else k for n, k in zip(value, shape, strict=True))
             if shape != value:
-                raise InputError(_decides(label, f"the shape {shape}, and not {value}", asker))
+                raise InputError(_decided(label, f"the shape {shape}", f"{value}", asker))
         elif what == "data" and (is_tensor or not same_constant(leaf, value)):
             now = "a tensor" if is_tensor else repr(leaf)
-            raise InputError(_decides(label, f"{now}, and not {value!r}", asker))
+            raise InputError(_decided(label, now, repr(value), asker))
     return result
 
 
-def _decides(label: str, what: str, asker: str | None) -> str:
+def _decided(label: str, now: str, before: str, asker: str | None) -> str:
+    not_before = f", and not {before} as" if before else ""
+    goes = "the Python around it" if asker is None else f"the forward of {asker or 'the model'}"
     closed = f", or keep_closed=[{asker!r}]" if asker else ""
     return (
-        f"{label} gives {what} when it was recorded. It looks at values, which made no difference "
-        "in the example, and the Python around it goes by what it gives. Give an example whose "
-        f"rows differ in what decides it{closed}"
+        f"{label} gives {now}{not_before} when it was recorded. That depends on values, which made "
+        f"no difference in the example, and {goes} goes by it. Give an example whose rows differ "
+        f"in what decides it{closed}"
     )
 
 

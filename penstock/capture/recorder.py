@@ -11,21 +11,18 @@ import hashlib
 import inspect
 import sys
 import threading
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
-from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from penstock.capture.attributes import memory_of, named_tensors
+from penstock.capture.attributes import named_tensors
 from penstock.capture.calls import (
     INPUTS,
     OPAQUE,
@@ -64,6 +61,7 @@ from penstock.capture.interception import (
     intercepted,
     is_plain,
 )
+from penstock.capture.known import Known
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
 from penstock.capture.objects import Objects
@@ -79,6 +77,7 @@ from penstock.capture.randomness import (
 )
 from penstock.capture.reads import Reading
 from penstock.capture.returned import tensors_in
+from penstock.capture.sizing import Sizing, Sizings
 from penstock.capture.trees import (
     Structure,
     flatten,
@@ -94,7 +93,6 @@ from penstock.capture.watching import (
     Contents,
     OpenAttributes,
     OperatorWatch,
-    Sizing,
     changed,
     check_decision,
     compiled,
@@ -213,7 +211,6 @@ class Recorder(TorchFunctionMode):
         self.patches: list[Patch] = []
         self.known = Known()
         self._mixed: dict[int, Origin] = {}  # into storages, by changes in place
-        self._may_size: dict[int, frozenset[int]] = {}  # by call those that may decide its sizes
         self._outside: dict[str, bool] = {}  # whether closed modules lead to others
         self._open: list[str] = [""]
         self._inside = 0
@@ -496,14 +493,8 @@ class Recorder(TorchFunctionMode):
         """Raise if Python asks for sizes that depend on values; note it where they may."""
         for leaf in leaves:
             known = self.known.get(leaf) if isinstance(leaf, torch.Tensor) else None
-            if known is not None and self._is_dynamic(known):
-                raise Unrecordable(
-                    self._open[-1],
-                    "its Python asks for the size of a tensor that depends on values",
-                )
-            for number in self._may_size.get(known.call, ()) if isinstance(known, Ref) else ():
-                call = self.trace.calls[number]
-                call.asked_in = self._open[-1] if call.asked_in is None else call.asked_in
+            if isinstance(known, Ref):
+                self.sizings.check_asked(known, self._open[-1])
 
     def _without_tensors(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -541,6 +532,7 @@ class Recorder(TorchFunctionMode):
             input_structure=structure,
             reads=self.reading.reads,
         )
+        self.sizings = Sizings(self.trace, self.sized)
         return self.trace
 
     def __exit__(self, *raised: Any) -> None:
@@ -653,36 +645,13 @@ class Recorder(TorchFunctionMode):
             if isinstance(info, TensorInfo):
                 before = self._mixed.get(info.storage, Origin.NOTHING)
                 self._mixed[info.storage] = max(before, origin)
-        sizings = [self._sizing_of(leaf, call, sizing, origin) for leaf in leaves]
+        sizings = [self.sizings.of_leaf(leaf, call, sizing, origin) for leaf in leaves]
         call.outputs = tuple(
             self._bind(leaf, Ref(number, k), origin, sizings[k] is Sizing.VALUES)
             for k, leaf in enumerate(leaves)
         )
-        self._note_sizing(call, number, max(sizings, default=sizing))
+        self.sizings.note(call, number, max(sizings, default=sizing))
         self.trace.calls.append(call)
-
-    def _sizing_of(self, leaf: object, call: Call, sizing: Sizing, origin: Origin) -> Sizing:
-        """What the size of one leaf of a result depends on.
-
-        Where a call is given anything whose size depends on values, so does that of its result,
-        unless it is just as large as something else that it is given.
-        """
-        if sizing is Sizing.VALUES:
-            return sizing if origin is not Origin.NOTHING else Sizing.SHAPES
-        given = [self.trace.info(value) for value in call.reads() if isinstance(value, Ref)]
-        tensors = [info for info in given if isinstance(info, TensorInfo)]
-        if not any(info.dynamic for info in tensors) or not isinstance(leaf, torch.Tensor):
-            return sizing
-        shape = tuple(leaf.shape)
-        alike = any(info.shape == shape and not info.dynamic for info in tensors)
-        return Sizing.PERHAPS if alike and call.identity not in self.sized else Sizing.VALUES
-
-    def _note_sizing(self, call: Call, number: int, sizing: Sizing) -> None:
-        """Note which calls may decide by values how large what this one gives is."""
-        given = (self._may_size.get(v.call) for v in call.reads() if isinstance(v, Ref))
-        own = (number,) if sizing is Sizing.PERHAPS else ()
-        if found := frozenset(own).union(*filter(None, given)):
-            self._may_size[number] = found
 
     def _only_passes_on(self, call: Call, leaves: Sequence[Any]) -> bool:
         """Whether a module was given no value, and gives what it was given: `Identity()(None)`."""
@@ -730,34 +699,10 @@ class Recorder(TorchFunctionMode):
             for t, before in zip(tensors, contents, strict=True)
             if before.differs_from(t) and (value := self.known.get(t)) is not None
         )
-        return result, self._sizing(call, watch, result)
-
-    def _sizing(self, call: Call, watch: OperatorWatch, result: object) -> Sizing:
-        """What the sizes of a call's result depend on; notes whether its Python looks at values.
-
-        Raises:
-            Unrecordable: it does, and gives numbers.
-        """
         has_python = call.is_module or isinstance(call.target, Whole)
         call.looks = has_python and (watch.looks or self._gave_values)
-        if isinstance(call.target, ClosedFunction) and call.looks:
-            return Sizing.VALUES
-        if self.weightless:
-            looks = watch.looks if call.is_module else watch.may_size
-            return Sizing.VALUES if looks else Sizing.SHAPES
-        if not call.is_module:
-            perhaps = Sizing.PERHAPS if call.looks else Sizing.SHAPES
-            return Sizing.VALUES if watch.may_size else perhaps
-        if call.target and call.looks and (odd := _numbers_beside_tensors(result)):
-            raise Unrecordable(
-                call.path,
-                f"{call.label} looks at values, and gives {odd[0]!r} beside tensors, which may "
-                "be another one for others",
-            )
-        call.may_size = watch.may_size or self._gave_values
-        if call.target in self.sized:
-            return Sizing.VALUES
-        return Sizing.PERHAPS if call.looks and call.target else Sizing.SHAPES
+        may_size = watch.may_size or (has_python and self._gave_values)
+        return result, self.sizings.of_call(call, result, may_size, self.weightless is not None)
 
     def _may_do_anything(self, module: nn.Module) -> bool:
         """Whether a closed module is not one of torch's, or compiled."""
@@ -798,11 +743,6 @@ class Recorder(TorchFunctionMode):
     def _is_value(self, leaf: object) -> bool:
         return isinstance(leaf, torch.Tensor) or not is_plain(leaf)
 
-    def _is_dynamic(self, value: Value) -> bool:
-        """Whether the sizes of a value may depend on values."""
-        info = self.trace.info(value) if isinstance(value, Ref) else None
-        return isinstance(info, TensorInfo) and info.dynamic
-
     def _bind(self, leaf: object, value: Ref, origin: Origin, dynamic: bool = False) -> Any:
         """Give a result leaf its name from here on, and say what is known of it."""
         if not self._is_value(leaf):
@@ -810,7 +750,7 @@ class Recorder(TorchFunctionMode):
         before = self.known.get(leaf)
         twice = isinstance(before, Ref) and before.call == value.call
         if before is not None and not twice:  # changed in place: as large as it was
-            dynamic = self._is_dynamic(before)
+            dynamic = self.sizings.is_dynamic(before)
         self.known.put(leaf, value)
         if isinstance(leaf, torch.Tensor):
             return self._info(leaf, origin, dynamic and leaf.ndim > 0)
@@ -853,13 +793,6 @@ def _is_saving_as(before: object) -> bool:
     return moves or now == before
 
 
-def _numbers_beside_tensors(result: object) -> list[object]:
-    """Those of a result that has tensors as well; integers can be sizes."""
-    leaves = flatten(result)[0]
-    has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    return [leaf for leaf in leaves if has_tensors and type(leaf) in (bool, float)]
-
-
 def _dtype(tensor: torch.Tensor, dtype: object, non_blocking: bool = False) -> Any:
     """The dtype of a kind of tensors such as `"torch.FloatTensor"`, if it has the same device.
 
@@ -873,78 +806,5 @@ def _dtype(tensor: torch.Tensor, dtype: object, non_blocking: bool = False) -> A
     return getattr(torch, kind).dtype if same else dtype
 
 
-class _Living(weakref.ref[Any]):
-    """An object that has a name, by its id.
-
-    When it dies, a method written in C is called, for in the Python of a callback a Ctrl-C would
-    be lost.
-    """
-
-    __slots__ = ("is_storage", "number")
-
-    def __new__(cls, leaf: object, gone: deque[_Living]) -> _Living:
-        return super().__new__(cls, leaf, gone.append)
-
-    def __init__(self, leaf: object, gone: deque[_Living]) -> None:
-        self.number = id(leaf)
-        self.is_storage = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
-
-
 _CALLERS = (inspect.unwrap(Recorder.call_module).__code__, Recorder.run.__code__)
 """The code of what calls modules."""
-
-
-class Known:
-    """The names of the objects that calls have given, as long as these live.
-
-    Whoever else holds them does: a recording keeps nothing alive, for then it would need as much
-    memory as all results of all calls together.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[int, Value] = {}
-        self._living: dict[int, Any] = {}  # references; an id may be another object's afterwards
-        self._gone: deque[_Living] = deque()  # those of objects that have died, but have names
-        self._storages: dict[int, int] = {}
-        self._numbers = count()
-        self._memory: list[Any] = []  # keeps addresses of storages apart, but not what is there
-
-    def get(self, leaf: object) -> Value | None:
-        """The value that an object is; `None` for one that nobody has named."""
-        if self._gone:
-            self._forget()
-        return self._values.get(id(leaf))
-
-    def put(self, leaf: object, value: Value) -> None:
-        """Let an object stand for this value, as long as it lives or until it is named again."""
-        self._forget()
-        number = id(leaf)
-        self._values[number] = value
-        if number not in self._living:
-            try:
-                self._living[number] = _Living(leaf, self._gone)
-            except TypeError:  # there are no weak references to it; it stays
-                self._living[number] = leaf
-
-    def _forget(self) -> None:
-        while self._gone:
-            one = self._gone.popleft()
-            self._values.pop(one.number, None)
-            self._living.pop(one.number, None)
-            if one.is_storage:
-                self._storages.pop(one.number, None)
-
-    def storage(self, tensor: torch.Tensor) -> int:
-        """A number that tensors sharing memory have in common."""
-        self._forget()
-        memory = memory_of(tensor)
-        if memory not in self._storages:
-            if tensor.layout is torch.strided:
-                self._memory.append(StorageWeakRef(tensor.untyped_storage()))
-            self._storages[memory] = next(self._numbers)
-        return self._storages[memory]
-
-    def has_storage(self, tensor: torch.Tensor) -> bool:
-        """Whether any value shares this tensor's memory."""
-        self._forget()
-        return memory_of(tensor) in self._storages

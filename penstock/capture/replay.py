@@ -19,8 +19,8 @@ from penstock.capture.lowering import lower
 from penstock.capture.program import Program
 from penstock.capture.randomness import Key, draw, draw_in_python, python_kept
 from penstock.capture.recorder import Recorder
+from penstock.capture.sizing import Sizing
 from penstock.capture.trees import flatten, tree_leaves
-from penstock.capture.watching import Sizing
 from penstock.torch_internals import without_functions
 
 CallResults = dict[int, list[torch.Tensor]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -20,17 +19,6 @@ _COPIED = 1 << 16  # bytes
 _PART = 1 << 16  # elements
 _ODD = 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-class Sizing(IntEnum):
-    """What it depends on how large the results of a call are."""
-
-    SHAPES = 0
-    """On the shapes of what it is given."""
-    PERHAPS = 1
-    """It looks at values, and so far they made no difference."""
-    VALUES = 2
-    """On values."""
 
 
 class OperatorWatch(TorchDispatchMode):

@@ -15,7 +15,7 @@ from penstock.bench.capture_time import UNet
 from penstock.bench.footprint import peak
 from penstock.capture import generalising
 from penstock.capture.calls import Ref
-from penstock.capture.recorder import Known
+from penstock.capture.known import Known
 from tests.support.interrupts import drop_interrupted
 
 

@@ -143,5 +143,6 @@ def test_why_a_module_is_closed_and_what_would_open_it() -> None:
     (closed,) = (note for note in notes if note.startswith("closed: "))
     assert closed.startswith("closed: 0, 1: its Python reads a tensor's value")
     assert closed.endswith(
-        "To open it: compute with it (torch.where), do it in a plain function that takes and gives tensors, or decide outside of the model"
+        "To open it: compute with it (torch.where), do it in a plain function that takes and gives "
+        "tensors, or decide outside of the model"
     )

@@ -334,7 +334,7 @@ CLOSED = {
     "attribute": "assigns to Scaled.by",
     "state": "applied to a dict, which its backward may use",
     "flag": "which gives a bool beside tensors",
-    "chosen": "whose result may be as large as values say",
+    "chosen": "asks for the size of a tensor that depends on values",
     "nested backward": "whose backward runs another one",
     "data": r"which uses \.data",
 } | ({"in a list": "by a method that was stored where nobody sees"} if APPLY_IS_IN_C else {})
