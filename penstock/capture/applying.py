@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from types import BuiltinMethodType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 from torch import nn
@@ -35,9 +35,13 @@ class _Recorder(Protocol):
         """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
 
     def call_function(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: FunctionType,
+        plain: FunctionType,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """What the plain function does, which is closed."""
+        """What the closed function does; `plain` has its code."""
 
     def note_values(self) -> None:
         """Python gets a tensor's values by way of something else."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import chain
 from math import prod
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,11 @@ class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a
         super().__init__(f"{path or '(the model itself)'}: {why}")
         self.path = path
         self.why = why
-        self.within: Callable[..., Any] | None = None
+        self.within: FunctionType | None = None
+
+
+class OutsideTorch(Unrecordable):
+    """The Python of the open module `path` draws random numbers itself, or uses arrays."""
 
 
 class Assigned(Unrecordable):
@@ -180,6 +185,7 @@ class TensorInfo:
         storage: a number that tensors sharing memory have in common.
         origin: what it is made of.
         dynamic: whether its sizes may depend on values, as those of `x[x > 0]` do.
+        layout: whether it is strided, or sparse in some way.
     """
 
     shape: tuple[int | Size | Irregular, ...]
@@ -188,6 +194,7 @@ class TensorInfo:
     storage: int
     origin: Origin = Origin.MODEL
     dynamic: bool = False
+    layout: torch.layout = torch.strided
 
     def at(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape for inputs that are this large."""
@@ -273,8 +280,9 @@ class Call:
             call's random numbers, so these do not depend on what else is recorded around it.
         looks: whether a closed module looks at values, and may decide by them what it gives.
         may_size: whether it looks at some from which sizes can come; a yes or no is none.
-        asked_in: the open module whose Python has asked for the size of its result, though that may
+        asked_in: the open module whose Python has asked for a size of its result, though that may
             be another one for other values; `None` if none has.
+        asked: which sizes: the dimensions of each leaf of the result.
         by_inputs: whether these may be values of the inputs alone.
     """
 
@@ -293,6 +301,7 @@ class Call:
     looks: bool = field(default=False, compare=False, repr=False)
     may_size: bool = field(default=False, compare=False, repr=False)
     asked_in: str | None = field(default=None, compare=False, repr=False)
+    asked: dict[int, set[int]] = field(default_factory=dict, compare=False, repr=False)
     by_inputs: bool = field(default=False, compare=False, repr=False)
     _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -300,14 +309,6 @@ class Call:
     def is_module(self) -> bool:
         """Whether the call is one of a closed submodule."""
         return isinstance(self.target, str)
-
-    @property
-    def may_differ(self) -> bool:
-        """Whether its result may have another structure, data or size where values are others.
-
-        It matters to the Python around it, which goes by those that were recorded.
-        """
-        return self.asked_in is not None or (self.looks and self.result is not None)
 
     @property
     def sized_as(self) -> str | int:
@@ -522,7 +523,7 @@ class Trace:
 
         What only decisions need is in `questions` instead.
         """
-        useful = self._only(lambda call: call.is_module or call.random or bool(call.mutates))
+        useful = self._only(_does_something)
         if not self.decisions:
             return useful
         answers = tuple(self.info(decision) for decision in self.decisions)
@@ -564,6 +565,11 @@ class Trace:
         ]
         outputs = tuple(renumber(leaf) for leaf in self.outputs)
         return replace(self, calls=calls, outputs=outputs, decisions=())
+
+
+def _does_something(call: Call) -> bool:
+    """Whether a call does more than to give a result."""
+    return bool(call.is_module or call.random or call.mutates or call.looks or call.asked)
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -78,7 +78,7 @@ def capture(
     Returns:
         the program. Where something cannot be recorded, the plain function that does it is kept as
         one call if it takes and gives tensors and plain data; else the module around it is,
-        in the worst case the whole model; `program.closed` says why.
+        in the worst case the whole model; `program.closed` and `program.closed_functions` say why.
 
     Raises:
         CaptureError: the forward itself raises, or `keep_closed` names no submodule.
@@ -256,7 +256,7 @@ class _Capturer:
             train if train == evaluation else evaluation,
             self.forward.varying,
             self.leaves,
-            self.opening.closed | self.opening.functions.reasons((*train.calls, *evaluation.calls)),
+            self.opening.closed,
             self.opening.is_open,
             self.opening.functions,
             self,

@@ -2,31 +2,31 @@
 
 A helper that makes a mask of lengths may read values (`int(lengths.max())`), but what it takes and
 gives is tensors. Then it is closed, and not the module whose forward calls it. It is found on the
-stack when it does what cannot be recorded. From then on a stand-in has its place in the Python
-modules that have it, while a forward is recorded.
+stack when it does what cannot be recorded. One that draws a mask with numpy has ended by the time
+its array is used, or the next call shows that something was drawn; it is found among the names in
+the code that called it. From then on it has other code while a forward is recorded, which tells the
+recording of the call; and arrays that it gives can be given to calls, and nothing else.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, update_wrapper
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from penstock.capture.applying import RECORDING
 from penstock.capture.calls import Call, Unrecordable
 from penstock.capture.functions import Whole
+from penstock.capture.purity import impurity, is_the_models, names_of, uses_arrays
 from penstock.capture.trees import tree_leaves
 
-_MOST_FUNCTIONS = 256
-_NOT_THE_MODELS = ("torch", "penstock")  # packages whose functions are seen into
 _DATA = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_MARK = 0x5EED_0F_A_C0DE  # stands in the code below for what is called
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ClosedFunction(Whole):
         function: that is called.
     """
 
-    function: Callable[..., Any]
+    function: FunctionType
 
     @property
     def __name__(self) -> str:
@@ -55,7 +55,7 @@ class Unclosable(Unrecordable):
         function: the function.
     """
 
-    def __init__(self, path: str, function: Callable[..., Any], why: str) -> None:
+    def __init__(self, path: str, function: FunctionType, why: str) -> None:
         super().__init__(path, f"it calls {function.__name__}() {why}")
         self.function = function
 
@@ -64,14 +64,14 @@ class ClosedFunctions:
     """Which plain functions are closed."""
 
     def __init__(self) -> None:
-        self._closed: dict[Callable[..., Any], str] = {}
-        self._never: set[Callable[..., Any]] = set()
+        self._closed: dict[FunctionType, str] = {}
+        self._never: set[FunctionType] = set()
 
-    def close(self, function: Callable[..., Any], why: str) -> None:
+    def close(self, function: FunctionType, why: str) -> None:
         """Close a function from now on, for this reason."""
         self._closed[function] = why
 
-    def reopen(self, function: Callable[..., Any]) -> None:
+    def reopen(self, function: FunctionType) -> None:
         """Open one for good."""
         self._closed.pop(function, None)
         self._never.add(function)
@@ -85,9 +85,7 @@ class ClosedFunctions:
         called = [c.target.function for c in calls if isinstance(c.target, ClosedFunction)]
         return {f"{f.__module__}.{f.__name__}()": self._closed[f] for f in dict.fromkeys(called)}
 
-    def running(
-        self, frame: FrameType | None, until: Container[CodeType]
-    ) -> Callable[..., Any] | None:
+    def running(self, frame: FrameType | None, until: Container[CodeType]) -> FunctionType | None:
         """The innermost function that runs and may be closed; `None` if there is none.
 
         Args:
@@ -96,93 +94,131 @@ class ClosedFunctions:
         """
         while frame is not None and frame.f_code not in until:
             function = _function_of(frame)
-            if function is not None and function not in self._never:
-                is_closed = function in self._closed  # and called by another name
-                return None if is_closed else function
+            if function is not None and self._may_close(function) and not _has_modules(frame):
+                return function
             frame = frame.f_back
         return None
 
-    def places(self) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-        """Where Python modules have them: the module, the name, and what stands there."""
+    def called(self, frame: FrameType | None, until: Container[CodeType]) -> FunctionType | None:
+        """A function that works with numpy, or draws random numbers, and that may have been called.
+
+        Args:
+            frame: of the call that shows it.
+            until: the code of what calls modules, one of which that Python is.
+        """
+        while frame is not None and frame.f_code not in until:
+            names = frame.f_code.co_names if is_the_models(frame.f_globals) else ()
+            for found in map(frame.f_globals.get, names):
+                if (
+                    isinstance(found, FunctionType)
+                    and uses_arrays(found)
+                    and self._may_close(found)
+                ):
+                    return found
+            frame = frame.f_back
+        return None
+
+    def _may_close(self, function: FunctionType) -> bool:
+        """Whether it may be closed, and is not."""
+        known = function in self._never or function in self._closed
+        return not (known or impurity(function))
+
+    def codes(self) -> Iterator[tuple[FunctionType, str, CodeType]]:
+        """What closed functions have meanwhile: the function, the attribute, and its value."""
         for function in self._closed:
-            for module, name in _places_of(function, len(sys.modules)):
-                if vars(module).get(name) is function:
-                    yield module, name, _stand_in(function)
+            yield function, "__code__", _telling(function)
 
 
-class _StandIn:
-    """What stands in the place of a closed function while a forward is recorded.
+def _template(*args: Any, **kwargs: Any) -> Any:
+    call: Any = 0x5EED_0F_A_C0DE
+    return call(*args, **kwargs)
 
-    The model's Python may keep it, so it asks which recording runs in this thread, and without one
-    it is the function.
-    """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        update_wrapper(self, function)
-        self.function = function
+def _telling(function: FunctionType) -> CodeType:
+    """Code that tells the recording in this thread of a call; without one the function runs."""
+    code = function.__code__
+    plain = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    plain.__kwdefaults__ = function.__kwdefaults__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         recorder = RECORDING.recorder
         if recorder is None:
-            return self.function(*args, **kwargs)
-        return recorder.call_function(self.function, args, kwargs)
+            return plain(*args, **kwargs)
+        return recorder.call_function(function, plain, args, kwargs)
 
-    def __reduce__(self) -> str:
-        return self.function.__name__
+    template = _template.__code__
+    return template.replace(
+        co_consts=tuple(call if each == _MARK else each for each in template.co_consts),
+        co_name=code.co_name,
+        co_qualname=code.co_qualname,
+        co_filename=code.co_filename,
+        co_firstlineno=code.co_firstlineno,
+    )
 
 
-@lru_cache(_MOST_FUNCTIONS)
-def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
-    return _StandIn(function)
-
-
-@lru_cache(_MOST_FUNCTIONS)
-def _places_of(function: Callable[..., Any], count: int) -> list[tuple[ModuleType, str]]:
-    """Where Python modules have it: the module, and the name.
-
-    Those of modules that load themselves when they are looked at, or forbid changes, are left out.
+class UnseenArray:
+    """Stands for an array that a closed function has given, into which Python must not look.
 
     Args:
-        function: that is looked for.
-        count: of the modules that are imported; with more of them it is looked for again.
+        array: the array.
+        refuse: makes the error that says so.
     """
-    return [
-        (module, name)
-        for module in list(sys.modules.values())
-        if type(module) is ModuleType
-        for name, value in list(vars(module).items())
-        if value is function
-    ]
+
+    def __init__(self, array: np.ndarray[Any, Any], refuse: Callable[[], Unclosable]) -> None:
+        self._array, self._refuse = array, refuse
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._refuse()
+
+    def __bool__(self) -> bool:
+        raise self._refuse()
+
+    def __eq__(self, other: object) -> bool:
+        raise self._refuse()
+
+    __hash__ = object.__hash__
+
+    @staticmethod
+    def array_of(leaf: Any) -> Any:
+        """The array, if it stands for one; anything else as it is."""
+        return leaf._array if type(leaf) is UnseenArray else leaf
 
 
-def _function_of(frame: FrameType) -> Callable[..., Any] | None:
-    """The function of a Python module that runs in a frame, if it is one and has no module."""
-    module = frame.f_globals.get("__name__")
-    if not isinstance(module, str) or module.partition(".")[0] in _NOT_THE_MODELS:
+def _function_of(frame: FrameType) -> FunctionType | None:
+    """The function of a Python module that runs in a frame, if it is one."""
+    if not is_the_models(frame.f_globals):
         return None
     found = frame.f_globals.get(frame.f_code.co_name)
-    found = found.function if isinstance(found, _StandIn) else found
-    inner = inspect.unwrap(found) if isinstance(found, FunctionType) else None
-    if not isinstance(inner, FunctionType) or inner.__code__ is not frame.f_code:
-        return None
-    if found is None or inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner):
-        return None
-    given = [frame.f_locals.get(name) for name in inspect.signature(inner).parameters]
-    has_modules = any(isinstance(leaf, nn.Module) for leaf in tree_leaves(given))
-    return None if has_modules else found
+    while isinstance(found, FunctionType):
+        if found.__code__ is frame.f_code:
+            return found
+        found = vars(found).get("__wrapped__")
+    return None
+
+
+def _has_modules(frame: FrameType) -> bool:
+    """Whether what runs was given modules."""
+    given = [frame.f_locals.get(name) for name in names_of(frame.f_code)]
+    return any(isinstance(leaf, nn.Module) for leaf in tree_leaves(given))
 
 
 def why_not_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Why a closed function must not be given these; empty if it may be."""
-    leaves = tree_leaves((args, dict(kwargs)))
-    odd = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_DATA))]
-    return f"with a {type(odd[0]).__name__}, which it may use or change" if odd else ""
+    return next(filter(None, map(_why_not_given, (*args, *kwargs.values()))), "")
+
+
+def _why_not_given(value: Any) -> str:
+    if isinstance(value, tuple):
+        return next(filter(None, map(_why_not_given, value)), "")
+    if isinstance(value, (torch.Tensor, *_DATA)):
+        return ""
+    return f"with a {type(value).__name__}, which it may use or change"
 
 
 def why_nothing_made(result: Any) -> str:
     """Why a closed function must not give this; empty if it may."""
     leaves = tree_leaves(result)
-    odd = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)]
+    odd = [x for x in leaves if not isinstance(x, torch.Tensor | np.ndarray | None)]
     if odd:
         return f"which gives a {type(odd[0]).__name__}"
-    return "" if any(isinstance(leaf, torch.Tensor) for leaf in leaves) else "which gives no tensor"
+    return "" if any(leaf is not None for leaf in leaves) else "which gives nothing"

@@ -79,7 +79,8 @@ class Explanation:
         parameters: how many numbers the model learns.
         rows: the calls in training, in order.
         differences: what evaluation does otherwise, in words; empty if it runs the same program.
-        closed: why the program does not look into these modules and plain functions, by name.
+        closed: why the program does not look into these modules, by qualified name.
+        closed_functions: the same of plain functions, by name with that of their Python module.
         kinds: the class of every module, by qualified name.
         capture_seconds: how long capturing took, where somebody measured it.
     """
@@ -90,6 +91,7 @@ class Explanation:
     rows: tuple[CallRow, ...]
     differences: tuple[str, ...]
     closed: dict[str, str]
+    closed_functions: dict[str, str]
     kinds: dict[str, str]
     capture_seconds: float | None = None
 
@@ -137,13 +139,10 @@ class Explanation:
 
     def notes(self) -> list[str]:
         """The modules that stayed closed, what evaluation does otherwise, and the summary."""
-        shown = {
-            name: why
-            for name, why in self.closed.items()
-            if name in self.kinds or name.endswith("()")
-        }
+        composite = {path: why for path, why in self.closed.items() if path in self.kinds}
+        functions = [f"closed: {name}: {why}" for name, why in self.closed_functions.items()]
         modes = [f"evaluation: {difference}" for difference in self.differences]
-        return ["", *_reasons(shown), *modes, self.summary]
+        return ["", *_reasons(composite), *functions, *modes, self.summary]
 
     def __str__(self) -> str:
         return self.tree()
@@ -155,6 +154,7 @@ def explain(
     evaluation: Trace,
     sizes: Sizes,
     closed: Mapping[str, str],
+    functions: Mapping[str, str],
     seconds: Sequence[float] | None = None,
 ) -> Explanation:
     """What a program does, call by call, see `Program.explain`.
@@ -165,6 +165,7 @@ def explain(
         evaluation: its trace in evaluation mode; the same object where nothing differs.
         sizes: of the example.
         closed: why the program does not look into these modules, by qualified name.
+        functions: why it does not look into these plain functions.
         seconds: forward and backward of every call, if they were measured.
     """
     train = cuts.trace
@@ -178,6 +179,7 @@ def explain(
         ),
         differences=_differences(train, evaluation),
         closed=dict(closed),
+        closed_functions=dict(functions),
         kinds={path: type(module).__name__ for path, module in model.named_modules()},
     )
 
@@ -433,8 +435,7 @@ def _reasons(closed: dict[str, str]) -> list[str]:
         shown = ", ".join(names[:_NAMED]) + (
             f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         )
-        advice = "" if shown.endswith("()") else _advice(why)
-        found.append(f"closed: {shown}: {why}{advice}")
+        found.append(f"closed: {shown}: {why}{_advice(why)}")
     return found
 
 

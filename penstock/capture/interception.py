@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import wraps
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,8 +49,15 @@ LAYOUT = frozenset("stride is_contiguous dim_order".split())
 # What Python may ask of an input besides, that batches may have different.
 STATE = frozenset("is_inference storage_offset is_shared is_pinned is_conj is_neg _is_view".split())
 # Those that say how large it is, and the calls whose number of results does.
-SIZES = frozenset("shape size numel nelement __len__ nbytes stride is_contiguous".split())
-PARTS = frozenset("unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
+SIZES = frozenset(
+    "shape size numel nelement __len__ nbytes stride is_contiguous is_same_size".split()
+)
+PARTS = frozenset(
+    """
+    unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit unsafe_split unsafe_chunk
+    unsafe_split_with_sizes
+    """.split()
+)
 # What a program cannot do across its cuts, or whose results no recording can follow: the names of
 # the functions themselves.
 CLOSING = {
@@ -162,9 +170,13 @@ class Interceptor(Protocol):
         """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
 
     def call_function(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: FunctionType,
+        plain: FunctionType,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """What the plain function does, which is closed."""
+        """What the closed function does; `plain` has its code."""
 
     def note_values(self) -> None:
         """Python gets a tensor's values by way of something else."""
@@ -194,10 +206,12 @@ def intercepted(recorder: Interceptor) -> Iterator[None]:
             *_of_modules(recorder),
             *_of_functions(recorder),
             *_of_torch(recorder),
-            *recorder.functions.places(),
+            *recorder.functions.codes(),
         )
         for owner, name, replacement in ours:
-            patch = Patch(owner, name, replacement, vars(owner).get(name))
+            plain = vars(owner).get(name)
+            original = owner.__code__ if isinstance(owner, FunctionType) else plain
+            patch = Patch(owner, name, replacement, original)
             recorder.patches.append(patch)
             stack.callback(patch.undo)
             patch.apply()

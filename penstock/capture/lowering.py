@@ -8,7 +8,7 @@ returns those that are live after it. It is ordinary fx: print it, pickle it, co
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -33,13 +33,12 @@ from penstock.capture.calls import (
     Value,
     function_name,
 )
-from penstock.capture.equality import same_constant
 from penstock.capture.functions import Whole, invoke
 from penstock.capture.halves import Deferral, Half, may_be_halved, run_halved
+from penstock.capture.looking import Recorded, as_recorded, looking
 from penstock.capture.numbers import Number, at
 from penstock.capture.randomness import draw, draw_in_python
 from penstock.capture.trees import Structure, flatten, leaf_paths, tree_leaves, unflatten
-from penstock.errors import InputError
 
 _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot
     *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
@@ -130,14 +129,18 @@ class _Lowering:
             node = self.graph.call_function(run_halved, halved, kwargs)
         elif call.random or call.ambient is not None:
             node = self._guarded(call, args, kwargs)
+        elif call.looks:
+            recorded, expected = self._recorded(call)
+            looked = recorded, expected, self._callable(call.target), *args
+            node = self.graph.call_function(looking, looked, kwargs)
         elif isinstance(call.target, str):
             self._add_module(call.target)
             node = self.graph.call_module(_attribute_path(call.target), args, kwargs)
         else:
             node = self._function(call.target, args, kwargs)
         node.meta["result_of"] = number
-        if call.may_differ:
-            node = self._as_recorded(node, call)
+        if call.asked and not call.looks:
+            node = self.graph.call_function(as_recorded, (*self._recorded(call), node))
         self._results[number] = node, call.result
         for new in islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
             new.meta.setdefault("call", number)
@@ -147,6 +150,9 @@ class _Lowering:
     def _guarded(self, call: Call, args: Any, kwargs: Any) -> fx.Node:
         """A call that draws random numbers, or runs under modes of its own."""
         function = self._callable(call.target)
+        if call.looks:
+            args = (*self._recorded(call), function, *args)
+            function = self._constant(looking)
         drawing = draw_in_python if call.draws_in_python else draw
         if call.ambient is None:
             drawn = (self._key, call.identity, function, *args)
@@ -180,22 +186,23 @@ class _Lowering:
             return self.graph.call_method(name, args, kwargs)
         return self.graph.call_function(function, args, kwargs)
 
-    def _as_recorded(self, node: fx.Node, call: Call) -> fx.Node:
-        """The result of a module that looks at values, if it is what the Python around it knows.
+    def _recorded(self, call: Call) -> tuple[fx.Node, list[Any]]:
+        """What is known of a call's result, and of its leaves, see `penstock.capture.looking`."""
+        leaves = enumerate(tree_leaves((call.args, call.kwargs)))
+        written = frozenset(k for k, leaf in leaves if leaf in call.mutates)
+        recorded = Recorded(call.label, call.asked_in, call.result, written)
+        expected = [
+            self._expected(leaf, call.asked.get(k, set())) for k, leaf in enumerate(call.outputs)
+        ]
+        return self._constant(recorded), expected
 
-        That is its structure and plain data in it, and its sizes where they were asked for.
-        """
-        recorded = self._constant((call.label, call.asked_in, call.result))
-        expected = [self._expected(leaf, call.asked_in is not None) for leaf in call.outputs]
-        return self.graph.call_function(as_recorded, (recorded, expected, node))
-
-    def _expected(self, leaf: Any, asked: bool) -> Any:
+    def _expected(self, leaf: Any, asked: Collection[int]) -> Any:
         if not isinstance(leaf, TensorInfo):
             return None if leaf is OPAQUE else ("data", self._leaf(leaf))
-        if not asked or leaf.dynamic:
-            return "tensor", None
-        sizes = (None if isinstance(n, Irregular) else self._leaf(n) for n in leaf.shape)
-        return "shape", list(sizes)
+        known = enumerate(leaf.shape)
+        sizes = [None if k not in asked or isinstance(n, Irregular) else n for k, n in known]
+        built = [None if n is None else self._leaf(n) for n in sizes]
+        return "tensor", built, leaf.dtype, leaf.layout
 
     def _add_module(self, path: str) -> None:
         self.leaves[_attribute_path(path)] = self.model.get_submodule(path)
@@ -297,57 +304,6 @@ def under(ambient: Ambient, function: Callable[..., Any], /, *args: Any, **kwarg
     grad = ambient.grad and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad), ambient.autocasting():
         return function(*args, **kwargs)
-
-
-def as_recorded(
-    recorded: tuple[str, str | None, Structure | None],
-    expected: Sequence[tuple[str, Any] | None],
-    result: Any,
-) -> Any:
-    """What a module gives that looks at values, if the Python around it may go on as recorded.
-
-    Args:
-        recorded: the call, the module whose Python has asked for the sizes of its result, and the
-            structure of that.
-        expected: for every leaf of the result whether it was a tensor, and of which shape, where
-            that matters (`None` stands for a size that is not known), or the plain data that it
-            was; `None` for another object.
-        result: of the call.
-
-    Raises:
-        InputError: it gives something else.
-    """
-    label, asker, structure = recorded
-    leaves, there = flatten(result)
-    if there != structure:
-        raise InputError(_decided(label, "another structure than", "", asker))
-    for leaf, told in zip(leaves, expected, strict=True):
-        if told is None:
-            continue
-        what, value = told
-        is_tensor = isinstance(leaf, torch.Tensor)
-        if what != "data" and not is_tensor:
-            raise InputError(_decided(label, repr(leaf), "a tensor", asker))
-        if what == "shape":
-            shape = tuple(leaf.shape)
-            value = tuple(n if n is not None else k for n, k in zip(value, shape, strict=True))
-            if shape != value:
-                raise InputError(_decided(label, f"the shape {shape}", f"{value}", asker))
-        elif what == "data" and (is_tensor or not same_constant(leaf, value)):
-            now = "a tensor" if is_tensor else repr(leaf)
-            raise InputError(_decided(label, now, repr(value), asker))
-    return result
-
-
-def _decided(label: str, now: str, before: str, asker: str | None) -> str:
-    not_before = f", and not {before} as" if before else ""
-    goes = "the Python around it" if asker is None else f"the forward of {asker or 'the model'}"
-    closed = f", or keep_closed=[{asker!r}]" if asker else ""
-    return (
-        f"{label} gives {now}{not_before} when it was recorded. That depends on values, which made "
-        f"no difference in the example, and {goes} goes by it. Give an example whose rows differ "
-        f"in what decides it{closed}"
-    )
 
 
 def leaf_of(tree: object, leaf: int) -> Any:

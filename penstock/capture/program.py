@@ -79,8 +79,8 @@ class Program:
         eval: the trace in evaluation mode; the same object if nothing differs.
         varying: which dimensions of the inputs vary.
         example: the leaves of the example inputs.
-        closed: for every closed module, by qualified name, why it is one call; and for every plain
-            function that is closed, by its name with that of its Python module.
+        closed: for every closed module, by qualified name, why it is one call.
+        closed_functions: the same for plain functions, by name with that of their Python module.
         is_open: a function of a module's name: whether the module is open.
         functions: which plain functions are closed.
         was_on_meta: whether the model was captured without weights.
@@ -113,6 +113,7 @@ class Program:
         self.closed = dict(closed)
         self.is_open = is_open
         self.functions = functions
+        self.closed_functions = functions.reasons((*train.calls, *evaluation.calls))
         self.written = written
         self.left: frozenset[str] = frozenset()
         self.remembering: frozenset[str] = frozenset()
@@ -221,7 +222,8 @@ class Program:
         Args:
             seconds: of every call, to be shown as well: `profile.call_seconds()`.
         """
-        return explain(self.model, self.cuts, self.eval, self.example_sizes, self.closed, seconds)
+        closed = self.closed, self.closed_functions
+        return explain(self.model, self.cuts, self.eval, self.example_sizes, *closed, seconds)
 
     # -- cutting --------------------------------------------------------------------------
 
@@ -256,14 +258,15 @@ class Program:
         possible = 1 + sum(k not in self.cuts.reasons for k in range(1, len(self)))
         if count <= possible:
             return
-        why = "".join(f"\n  {path or 'the model itself'}: {r}" for path, r in self.closed.items())
+        closed = (self.closed | self.closed_functions).items()
+        why = "".join(f"\n  {path or 'the model itself'}: {reason}" for path, reason in closed)
         raise PlanError(
             f"{count} stages were asked for, one per device, but the program of "
             f"{type(self.model).__name__} can be cut into {possible} at most: it has "
             f"{len(self)} call{'s' * (len(self) != 1)}. Use at most {possible} "
             f"device{'s' * (possible != 1)}; or, on CPUs and under torchrun, more replicas, each "
             "with a part of the devices (replicas=)."
-            + (f" These modules had to stay whole:{why}" if why else "")
+            + (f" These had to stay whole:{why}" if why else "")
         )
 
     def stages(

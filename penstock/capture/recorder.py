@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -30,6 +32,7 @@ from penstock.capture.calls import (
     Call,
     Changed,
     Origin,
+    OutsideTorch,
     Ref,
     Submodule,
     TensorInfo,
@@ -43,6 +46,7 @@ from penstock.capture.closed_functions import (
     ClosedFunction,
     ClosedFunctions,
     Unclosable,
+    UnseenArray,
     why_not_given,
     why_nothing_made,
 )
@@ -62,6 +66,7 @@ from penstock.capture.interception import (
     is_plain,
 )
 from penstock.capture.known import Known
+from penstock.capture.looking import holds_still
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
 from penstock.capture.objects import Objects
@@ -77,7 +82,7 @@ from penstock.capture.randomness import (
 )
 from penstock.capture.reads import Reading
 from penstock.capture.returned import tensors_in
-from penstock.capture.sizing import Sizing, Sizings
+from penstock.capture.sizing import Sizing, Sizings, dims_asked
 from penstock.capture.trees import (
     Structure,
     flatten,
@@ -90,6 +95,7 @@ from penstock.capture.trees import (
     unflatten,
 )
 from penstock.capture.watching import (
+    KNOWN_OPERATORS,
     Contents,
     OpenAttributes,
     OperatorWatch,
@@ -179,7 +185,10 @@ def _remembering(method: Callable[Concatenate[Recorder, P], T]) -> Callable[...,
             if self._refused is None:
                 self._refused = problem
                 if problem.path == self._open[-1]:
-                    problem.within = self.functions.running(sys._getframe(1), _CALLERS)
+                    frame = sys._getframe(1)
+                    problem.within = self.functions.running(frame, _CALLERS)
+                    if problem.within is None and isinstance(problem, OutsideTorch):
+                        problem.within = self.functions.called(frame, _CALLERS)
             raise
 
     return remembering
@@ -215,6 +224,7 @@ class Recorder(TorchFunctionMode):
         self._open: list[str] = [""]
         self._inside = 0
         self._gave_values = False  # to the Python of a call
+        self._arrays_of: FunctionType | None = None  # the closed function that gave the last
         self._refused: Unrecordable | None = None  # the first, which the model's Python may catch
         self._seen: Counter[str] = Counter()
         self.reading = Reading(
@@ -242,8 +252,10 @@ class Recorder(TorchFunctionMode):
         """
         try:
             result = self.model(*args, **kwargs)
-        except Exception:
+        except Exception as error:
             self._check_refused()
+            if self._arrays_of is not None:  # which may be why
+                raise Unclosable("", self._arrays_of, f"and then raises {error!r}") from error
             raise
         self._check_refused()
         return result
@@ -359,37 +371,63 @@ class Recorder(TorchFunctionMode):
 
     @_remembering
     def call_function(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: FunctionType,
+        plain: FunctionType,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """What a closed plain function does while recording: it is a call, too."""
+        """What a closed function does while recording: it is a call, too; `plain` has its code."""
         if not self.is_outside:
-            return function(*args, **kwargs)
+            return plain(*args, **kwargs)
         with self.reading.paused():
             self._check_given(function, args, kwargs)
-        whole = partial(self._by_itself, function)
-        return self._record(ClosedFunction(function), whole, args, kwargs)
+        whole = partial(self._by_itself, function, plain)
+        result = self._record(ClosedFunction(function), whole, args, kwargs)
+        return map_leaves(partial(self._unlooked_into, function), result)
 
     def _check_given(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raise if a closed function must not be called with these."""
         if why := why_not_given(args, kwargs):
             raise Unclosable(self._open[-1], function, why)
 
-    def _by_itself(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function that must use and change nothing of the model but what it is given."""
-        before = tree_leaves((args, kwargs))
-        with self._unseen(), UsedOutside(self.model, None, before) as used:
-            result = function(*args, **kwargs)
-        after = tree_leaves((args, kwargs))
+    def _by_itself(
+        self, function: FunctionType, plain: FunctionType, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function that must use nothing of the model but what it is given."""
+        try:
+            with (
+                self._unseen(),
+                UsedOutside(self.model, None, tree_leaves((args, kwargs))) as used,
+            ):
+                result = plain(*args, **kwargs)
+        except Exception as error:
+            why = f"which raises {type(error).__name__}"
+            raise Unclosable(self._open[-1], function, why) from error
         why = why_nothing_made(result)
         if used.names:
             why = f"which uses {next(iter(used.names))} and is not given it"
-        if len(after) != len(before) or any(x is not y for x, y in zip(after, before, strict=True)):
-            why = "which changes a list or a dictionary that it is given"
         if why:
             raise Unclosable(self._open[-1], function, why)
         return result
+
+    def _unlooked_into(self, function: FunctionType, leaf: Any) -> Any:
+        """What stands for an array that a closed function has given; anything else as it is."""
+        known = self.known.get(leaf) if isinstance(leaf, np.ndarray) else None
+        if known is None:
+            return leaf
+
+        def refuse() -> Unclosable:
+            problem = Unclosable(self._open[-1], function, "and looks into the array that it gives")
+            self._refused = self._refused or problem
+            return problem
+
+        unseen = UnseenArray(leaf, refuse)
+        self.known.put(unseen, known)
+        self._arrays_of = function
+        return unseen
 
     def _check_function(
         self, function: type[torch.autograd.Function], args: tuple[Any, ...]
@@ -458,7 +496,7 @@ class Recorder(TorchFunctionMode):
         if name in VALUES:
             self._check_values(name, leaves)
         if name in SIZES or name in PARTS:
-            self._check_sizes(leaves)
+            self._check_sizes(name, args, kwargs)
         if name in GRADIENTS:
             self.reading.note_requires_grad(leaves)
         if name in LAYOUT:
@@ -489,12 +527,13 @@ class Recorder(TorchFunctionMode):
         except ValueError as error:
             raise Unrecordable(self._open[-1], f"its Python {error}") from None
 
-    def _check_sizes(self, leaves: Sequence[Any]) -> None:
+    def _check_sizes(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if Python asks for sizes that depend on values; note it where they may."""
-        for leaf in leaves:
+        for leaf in tree_leaves((tuple(args), dict(kwargs))):
             known = self.known.get(leaf) if isinstance(leaf, torch.Tensor) else None
-            if isinstance(known, Ref):
-                self.sizings.check_asked(known, self._open[-1])
+            if isinstance(known, Ref) and self.sizings.depends(known):
+                dims = dims_asked(name, leaf.ndim, args, kwargs, sys._getframe(3))
+                self.sizings.check_asked(known, self._open[-1], dims)
 
     def _without_tensors(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -502,6 +541,8 @@ class Recorder(TorchFunctionMode):
         """A function of no tensors: a factory such as `torch.arange`, or a setting."""
         versions = [g.get_state() for g in self.generators]
         plainly = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
+        if self._arrays_of is not None:
+            plainly = map_leaves(UnseenArray.array_of, plainly)
         result = func(*plainly[0], **plainly[1])
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             return result
@@ -603,6 +644,8 @@ class Recorder(TorchFunctionMode):
             self._check_settings()
             if self.reading.reads.numbers or self.reading.reads.given:
                 args, kwargs = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
+            if self._arrays_of is not None:
+                args, kwargs = map_leaves(UnseenArray.array_of, (tuple(args), dict(kwargs)))
             result, sizing = self._observe(call, function, args, kwargs)
             self._append(call, result, sizing)
         finally:
@@ -650,7 +693,7 @@ class Recorder(TorchFunctionMode):
             self._bind(leaf, Ref(number, k), origin, sizings[k] is Sizing.VALUES)
             for k, leaf in enumerate(leaves)
         )
-        self.sizings.note(call, number, max(sizings, default=sizing))
+        self.sizings.note(call, number, sizings)
         self.trace.calls.append(call)
 
     def _only_passes_on(self, call: Call, leaves: Sequence[Any]) -> bool:
@@ -680,6 +723,8 @@ class Recorder(TorchFunctionMode):
         watches = watch if is_watched else nullcontext()
         self._check_draws(call.path)
         self._gave_values = False
+        has_python = call.is_module or isinstance(call.target, Whole)
+        given = flatten((args, kwargs)) if has_python else ([], None)
         try:
             with Draws(self.generators, seed) as draws, watches:
                 if self.weightless is not None:
@@ -699,23 +744,46 @@ class Recorder(TorchFunctionMode):
             for t, before in zip(tensors, contents, strict=True)
             if before.differs_from(t) and (value := self.known.get(t)) is not None
         )
-        has_python = call.is_module or isinstance(call.target, Whole)
-        call.looks = has_python and (watch.looks or self._gave_values)
+        if has_python and not holds_still(*given, (args, kwargs)):
+            raise Unrecordable(call.path, f"{call.label} changes a container that it is given")
+        unwatched = module is not None and not is_watched and self._has_own_python(module)
+        call.looks = unwatched or _is_custom(call.target)
+        call.looks |= has_python and (watch.looks or self._gave_values)
         may_size = watch.may_size or (has_python and self._gave_values)
-        return result, self.sizings.of_call(call, result, may_size, self.weightless is not None)
+        sizing = self.sizings.of_call(call, result, may_size, self.weightless is not None)
+        return (self._apart(call, args, kwargs, result) if call.looks else result), sizing
+
+    def _apart(self, call: Call, args: Any, kwargs: Any, result: Any) -> Any:
+        """A result none of whose tensors is one that was given, or is there twice, as an object.
+
+        For other values it may be another one.
+        """
+        written = set(call.mutates)
+        taken = {id(x) for x in tree_leaves((args, kwargs)) if self.known.get(x) not in written}
+
+        def other(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            is_taken = id(leaf) in taken or isinstance(self.known.get(leaf), Attribute)
+            taken.add(id(leaf))
+            return torch.ops.aten.alias.default(leaf) if is_taken else leaf
+
+        return map_leaves(other, result)
+
+    def _has_own_python(self, module: nn.Module) -> bool:
+        """Whether a module that is not watched may look at values nevertheless."""
+        return isinstance(module, torch.jit.ScriptModule) or self.paths[id(module)] in self.compiled
 
     def _may_do_anything(self, module: nn.Module) -> bool:
-        """Whether a closed module is not one of torch's, or compiled."""
-        path = self.paths[id(module)]
-        is_torchs = type(module).__module__.startswith("torch.nn.")
-        return not (
-            is_torchs or path in self.compiled or isinstance(module, torch.jit.ScriptModule)
-        )
+        """Whether a closed module has code that is not torch's, and is not compiled."""
+        if self._has_own_python(module):
+            return False
+        return any(not type(m).__module__.startswith("torch.nn.") for m in module.modules())
 
     def _check_draws(self, path: str) -> None:
         """Raise if Python has drawn random numbers since the last call."""
         if self.key is not None and next_in_python() != self._unused:
-            raise Unrecordable(path, "its Python draws random numbers by itself")
+            raise OutsideTorch(path, "its Python draws random numbers by itself")
 
     def _with_values(self, leaf: Any) -> Any:
         """A tensor on `meta` with its values, if it is made of nothing but the inputs."""
@@ -775,15 +843,23 @@ class Recorder(TorchFunctionMode):
             return leaf
         if isinstance(leaf, nn.Module) and id(leaf) in self.paths:
             return Submodule(self.paths[id(leaf)])
+        kind = OutsideTorch if isinstance(leaf, np.ndarray) else Unrecordable
         hint = "; do without it (use_cache=False)" if "Cache" in type(leaf).__name__ else ""
-        raise Unrecordable(
+        raise kind(
             self._open[-1], f"it passes a {type(leaf).__name__}, which is not plain data{hint}"
         )
 
     def _info(self, tensor: torch.Tensor, origin: Origin, dynamic: bool = False) -> TensorInfo:
         storage = self.known.storage(tensor)
         shape = tuple(tensor.shape)
-        return TensorInfo(shape, tensor.dtype, tensor.requires_grad, storage, origin, dynamic)
+        known = tensor.dtype, tensor.requires_grad, storage, origin, dynamic, tensor.layout
+        return TensorInfo(shape, *known)
+
+
+def _is_custom(target: object) -> bool:
+    """Whether it is an operator that is not torch's own, whose tags need not say what it does."""
+    is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return is_operator and str(target).partition(".")[0] not in KNOWN_OPERATORS
 
 
 def _is_saving_as(before: object) -> bool:

@@ -75,7 +75,7 @@ class _Seeding(Recorder):
     def _check_values(self, name: str, leaves: object) -> None:
         """Does nothing: outside of a recording any value may be read."""
 
-    def _check_sizes(self, leaves: object) -> None:
+    def _check_sizes(self, name: str, args: object, kwargs: object) -> None:
         """Does nothing: outside of a recording any size may be read."""
 
     def _check_layout(self, name: str, leaves: object) -> None:

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import dis
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
+from types import FrameType
+from typing import Any
 
 import torch
 
-from penstock.capture.calls import Call, Origin, Ref, TensorInfo, Trace, Unrecordable, Value
+from penstock.capture.calls import (
+    INPUTS,
+    Call,
+    Origin,
+    Ref,
+    TensorInfo,
+    Trace,
+    Unrecordable,
+    Value,
+    function_name,
+)
 from penstock.capture.closed_functions import ClosedFunction
 from penstock.capture.trees import flatten
+
+_KEEPING = frozenset(
+    """
+    masked_fill masked_fill_ masked_scatter masked_scatter_ where scatter scatter_ scatter_add
+    scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_copy index_copy_
+    index_fill index_fill_ index_put index_put_ __setitem__ add add_ sub sub_ mul mul_ div div_
+    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
+    __rtruediv__ __itruediv__ __and__ __or__ logical_and logical_or
+    scaled_dot_product_attention
+    """.split()
+)
+"""Functions whose result is as large as the largest that they are given, or as the first."""
+
+_OF_SPARSE = frozenset(
+    "indices _indices values _values crow_indices col_indices ccol_indices row_indices".split()
+)
+"""What gives as many entries as a sparse tensor has."""
+
+_DIM_PLACE = {
+    "size": (1, None),
+    "__len__": (1, 0),
+    "unbind": (1, 0),
+    **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes"), (2, 0)),
+    **dict.fromkeys(("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), (2, 0)),
+}
+"""Where functions have the dimension for whose size they ask, and what it is by default."""
 
 
 class Sizing(IntEnum):
@@ -38,7 +77,7 @@ class Sizings:
     def __init__(self, trace: Trace, sized: Collection[str | int]) -> None:
         self._trace = trace
         self._sized = sized
-        self._perhaps: dict[int, bool] = {}  # calls; whether it may be by the inputs' values alone
+        self._perhaps: dict[Ref, bool] = {}  # whether it may be by values of the inputs alone
 
     def of_call(self, call: Call, result: object, may_size: bool, weightless: bool) -> Sizing:
         """What the sizes of its result depend on, as far as it looks at values.
@@ -58,7 +97,7 @@ class Sizings:
             return Sizing.VALUES if may_size or call.looks else Sizing.SHAPES
         perhaps = Sizing.PERHAPS if call.looks and call.target else Sizing.SHAPES
         if not call.is_module:
-            return Sizing.VALUES if may_size else perhaps
+            return Sizing.VALUES if may_size or _by_values(call) else perhaps
         if call.target and call.looks and (odd := _numbers_beside_tensors(result)):
             raise Unrecordable(
                 call.path,
@@ -89,51 +128,109 @@ class Sizings:
         if not any(info.dynamic for info in tensors) or not isinstance(leaf, torch.Tensor):
             return sizing
         shape = tuple(leaf.shape)
+        keeps = call.is_module or _name(call) in _KEEPING
         alike = any(info.shape == shape and not info.dynamic for info in tensors)
-        return Sizing.PERHAPS if alike else Sizing.VALUES
+        return Sizing.PERHAPS if keeps and alike else Sizing.VALUES
 
-    def note(self, call: Call, number: int, sizing: Sizing) -> None:
+    def note(self, call: Call, number: int, sizings: Sequence[Sizing]) -> None:
         """Note whether the results of a call may be as large as values say.
 
         Args:
             call: the call.
             number: its place in the trace.
-            sizing: what the largest of its results depend on.
+            sizings: what every leaf of its result depends on.
+
+        Raises:
+            Unrecordable: so may be how many dimensions they have.
         """
         refs = [value for value in call.reads() if isinstance(value, Ref)]
-        found = [self._perhaps[ref.call] for ref in refs if ref.call in self._perhaps]
-        if sizing is Sizing.PERHAPS:
-            infos = map(self._trace.info, refs)
-            found.append(
-                any(isinstance(i, TensorInfo) and i.origin is Origin.INPUTS for i in infos)
-            )
-        if found:
-            self._perhaps[number] = any(found)
-            call.by_inputs = call.looks and any(found)
+        everywhere = _name(call) == "squeeze" and len(call.args) + len(call.kwargs) == 1
+        if everywhere and any(map(self.is_dynamic, refs)):
+            raise Unrecordable(call.path, "its Python squeezes what is as large as values say")
+        found = [self._perhaps[ref] for ref in refs if ref in self._perhaps]
+        infos = map(self._trace.info, refs)
+        by_inputs = any(isinstance(i, TensorInfo) and i.origin is Origin.INPUTS for i in infos)
+        gives_array = isinstance(call.target, ClosedFunction) and call.looks
+        for leaf, sizing in enumerate(sizings):
+            if sizing is Sizing.PERHAPS or gives_array or found:
+                own = by_inputs and not found
+                self._perhaps[Ref(number, leaf)] = any(found) or own
+        call.by_inputs = call.looks and by_inputs
 
-    def check_asked(self, value: Ref, path: str) -> None:
-        """Python asks for the size of a value.
+    def depends(self, value: Ref) -> bool:
+        """Whether its size depends on values, or may."""
+        return value in self._perhaps or self.is_dynamic(value)
+
+    def check_asked(self, value: Ref, path: str, dims: Iterable[int]) -> None:
+        """Python asks for sizes of a value on which it depends that it is as large as it is.
 
         Args:
             value: the value.
             path: the open module whose Python does.
+            dims: the dimensions.
 
         Raises:
-            Unrecordable: that depends on values.
+            Unrecordable: they depend on values.
         """
         if self.is_dynamic(value):
             raise Unrecordable(
                 path, "its Python asks for the size of a tensor that depends on values"
             )
-        if value.call in self._perhaps:
-            call = self._trace.calls[value.call]
-            call.asked_in = path if call.asked_in is None else call.asked_in
-            call.by_inputs = self._perhaps[value.call]
+        if value.call == INPUTS:
+            return
+        call = self._trace.calls[value.call]
+        call.asked_in = path if call.asked_in is None else call.asked_in
+        call.asked.setdefault(value.leaf, set()).update(dims)
+        call.by_inputs |= self._perhaps[value]
 
     def is_dynamic(self, value: Value) -> bool:
         """Whether the size of a value depends on values."""
         info = self._trace.info(value) if isinstance(value, Ref) else None
         return isinstance(info, TensorInfo) and info.dynamic
+
+
+def _name(call: Call) -> str:
+    """The name of the function that is called; empty for a module."""
+    return "" if isinstance(call.target, str) else function_name(call.target)
+
+
+def _by_values(call: Call) -> bool:
+    """Whether a function of torch that no tag says so of gives results as large as values say."""
+    name = _name(call)
+    by_tensor = name == "tensor_split" and len(call.reads()) > 1
+    return by_tensor or name in _OF_SPARSE
+
+
+def dims_asked(
+    name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any], frame: FrameType
+) -> list[int]:
+    """The dimensions for whose sizes Python asks.
+
+    Args:
+        name: of the function.
+        ndim: how many there are.
+        args: positional arguments of the function.
+        kwargs: keyword arguments.
+        frame: whose code asks.
+    """
+    every = list(range(ndim))
+    dim: Any = None
+    if name in _DIM_PLACE:
+        place, default = _DIM_PLACE[name]
+        dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    elif name == "shape":
+        dim = _item_after(frame)
+    is_known = type(dim) is int and -ndim <= dim < ndim
+    return [dim % ndim] if is_known else every
+
+
+def _item_after(frame: FrameType) -> object:
+    """The constant index with which the attribute that a frame reads is used at once, if any."""
+    later = (i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti)
+    index, use = next(later, None), next(later, None)
+    is_item = use is not None and (use.opname == "BINARY_SUBSCR" or use.argrepr == "[]")
+    is_constant = index is not None and index.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+    return index.argval if is_item and is_constant and index is not None else None
 
 
 def _numbers_beside_tensors(result: object) -> list[object]:

@@ -21,6 +21,10 @@ _ODD = 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
+KNOWN_OPERATORS = frozenset(["aten", "prim", "prims"])
+"""Namespaces of operators whose tags say whether they look at values."""
+
+
 class OperatorWatch(TorchDispatchMode):
     """Notes whether an operation looks at values to see how large its result is, or draws some.
 
@@ -44,6 +48,7 @@ class OperatorWatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         known = self._known
+        self.looks |= func.namespace not in KNOWN_OPERATORS
         result = func(*args, **kwargs) if known is None else known.run(func, args, kwargs)
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if torch.Tag.data_dependent_output in func.tags:
@@ -66,13 +71,13 @@ class Contents:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._version = _version(tensor)
+        self._version = version_of(tensor)
         compared = not tensor.requires_grad and tensor.layout is torch.strided
         self._held = _held(tensor) if compared and not tensor.is_meta else None
 
     def differs_from(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, the same one, holds something else now."""
-        if _version(tensor) != self._version:
+        if version_of(tensor) != self._version:
             return True
         if isinstance(self._held, torch.Tensor):
             return not same_tensor(self._held, tensor)
@@ -119,7 +124,8 @@ def check_decision(call: Call, origin: Origin, leaves: Sequence[Any]) -> None:
         )
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that writing to a tensor raises; 0 for an inference tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -103,6 +103,8 @@ def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(~mask[:, :, None], 0.0)
 
 
+FUNCTIONS = (mask_of, mask_by_list, mask_by_another, mask_and_number, dropped, padded, longest)
+
 # By name: which functions are closed, none if the module is; and what its forward does.
 USES: dict[str, tuple[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]]] = {
     "read": ("mask_of", lambda m, x, n: x[:, :1] + mask_of(n).float().sum(1)[:, None, None]),
@@ -118,7 +120,7 @@ USES: dict[str, tuple[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Ten
     "module": ("", lambda m, x, n: x + of_a_module(m.odd, n).sum()),
     "changes": ("", lambda m, x, n: x + counting(n, [])[:, None, None]),
     "global": ("", lambda m, x, n: x + by_a_global(n)[:, None, None]),
-    "other name": ("", lambda m, x, n: x + OTHER_NAMES["mask"](n).sum(1)[:, None, None]),
+    "other name": ("mask_of", lambda m, x, n: x + OTHER_NAMES["mask"](n).sum(1)[:, None, None]),
     "asks": ("", lambda m, x, n: x / mask_of(n).shape[1]),
 }
 
@@ -142,12 +144,13 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("how", USES)
 def test_bits(how: str) -> None:
-    before = dict(globals())
+    before, codes = dict(globals()), [f.__code__ for f in FUNCTIONS]
     model = Model(how).eval() if how == "trained" else Model(how)
     program = ps.capture(model, (X, LENGTHS))
-    assert dict(globals()) == before  # no stand-in is left
+    assert (dict(globals()), codes) == (before, [f.__code__ for f in FUNCTIONS])
     names = [f"{__name__}.{name}()" for name in USES[how][0].split()]
-    assert list(program.closed) == (names or [""])
+    assert list(program.closed_functions) == names
+    assert list(program.closed) == ([] if names else [""])
     assert all(name in str(program.explain()) for name in names)
     if how == "trained":
         return  # other random numbers
@@ -190,3 +193,174 @@ def test_a_function_is_open_where_it_reads_nothing() -> None:
     program = ps.capture(model, (X, LENGTHS))
     assert not program.closed
     assert torch.equal(program(X, OTHERS), model(X, OTHERS))
+
+
+def scaled(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """What it is given, or something else."""
+    return x if int(lengths.max()) > 9 else x * 0.5
+
+
+def the_same_twice(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One tensor or two."""
+    y = x * int(lengths.max())
+    return y, y if int(lengths.max()) > 9 else x + 1
+
+
+def cut_or_not(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """What it is given where there is nothing to do."""
+    n = int(lengths.max())
+    return x if n == x.shape[1] else x[:, :n]
+
+
+def maybe_none(lengths: torch.Tensor) -> torch.Tensor | None:
+    return lengths.float() if int(lengths.max()) > 9 else None
+
+
+def of_a_type(lengths: torch.Tensor) -> torch.Tensor:
+    return lengths.float() if int(lengths.max()) > 9 else lengths.double()
+
+
+def of_dimensions(lengths: torch.Tensor) -> torch.Tensor:
+    return lengths.float() if int(lengths.max()) > 9 else lengths.float()[:, None]
+
+
+def halved(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Sometimes writes what it is given."""
+    if int(lengths.max()) <= 9:
+        with torch.no_grad():
+            x.mul_(0.5)
+    return lengths.float()
+
+
+def raising(lengths: torch.Tensor) -> torch.Tensor:
+    if int(lengths.max()) > 9:
+        raise ValueError("long")
+    return lengths.float()
+
+
+def tagged(lengths: torch.Tensor) -> torch.Tensor:
+    result = lengths.float()
+    result.tag = int(lengths.max())  # type: ignore[attr-defined]
+    return result
+
+
+STATE: dict[str, Any] = {}
+
+
+def keeping(lengths: torch.Tensor) -> torch.Tensor:
+    STATE["longest"] = int(lengths.max())
+    return lengths.float()
+
+
+def with_memory(lengths: torch.Tensor, seen: list[int] = []) -> torch.Tensor:  # noqa: B006
+    seen.append(int(lengths.max()))
+    return lengths.float() * seen[-1]
+
+
+def on_itself(lengths: torch.Tensor) -> torch.Tensor:
+    on_itself.longest = int(lengths.max())  # type: ignore[attr-defined]
+    return lengths.float()
+
+
+def renaming(given: dict[str, Any], lengths: torch.Tensor) -> torch.Tensor:
+    given["long" if int(lengths.max()) > 9 else "short"] = given.pop("x")
+    return lengths.float()
+
+
+def of_the_state(x: torch.Tensor) -> torch.Tensor:
+    return x * int(STATE["lengths"].max())
+
+
+TABLE = {mask_of: 3}
+
+
+def caught(lengths: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
+    try:
+        result: torch.Tensor = function(lengths)
+    except ValueError:
+        return lengths * 3
+    return result
+
+
+def set_and_used(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    STATE["lengths"] = lengths
+    return of_the_state(x)
+
+
+def put(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return x + values[:, None, None]
+
+
+def cut_mean(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    y = cut_or_not(x, lengths)
+    return x + y.sum(1, keepdim=True) / y.shape[1]
+
+
+def renamed(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    given = {"x": x}
+    return put(x * (2 if "long" in given else 1), renaming(given, lengths)) * len(given)
+
+
+def held_against(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    is_known = OTHER_NAMES["mask"] is mask_of and callable(mask_of)
+    return put(x, mask_of(lengths).sum(1)) * (TABLE[mask_of] if is_known else 1)
+
+
+# What a forward does; and whether it must be right, or may be refused, for other lengths.
+ODD: dict[str, tuple[bool, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "as it is": (True, lambda x, n: x + scaled(x, n)),
+    "as it is, first": (True, lambda x, n: scaled(x, n) + x),
+    "twice": (True, lambda x, n: the_same_twice(x, n)[0] - the_same_twice(x, n)[1]),
+    "cut": (True, cut_mean),
+    "none": (False, lambda x, n: x * 2 if maybe_none(n) is None else x),
+    "type": (False, lambda x, n: x * (2 if of_a_type(n).dtype is torch.float32 else 1)),
+    "dimensions": (False, lambda x, n: x * of_dimensions(n).dim()),
+    "writes": (False, lambda x, n: put(x, halved(x, n))),
+    "raises": (True, lambda x, n: put(x, caught(n, raising))),
+    "tag": (True, lambda x, n: put(x, tagged(n)) * tagged(n).tag),  # type: ignore[attr-defined]
+    "keeps": (True, lambda x, n: put(x, keeping(n)) * STATE["longest"]),
+    "default": (True, lambda x, n: put(x, with_memory(n))),
+    "itself": (True, lambda x, n: put(x, on_itself(n)) * on_itself.longest),  # type: ignore
+    "renames": (True, renamed),
+    "state": (True, set_and_used),
+    "identity": (True, held_against),
+    "same size": (True, lambda x, n: x * (2 if mask_of(n).is_same_size(x[:, :, 0]) else 1)),
+}
+
+
+class Odd(nn.Module):
+    """Layers around one of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(ODD[self.how][1](self.first(x), lengths))
+        return result
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_what_values_may_decide(how: str) -> None:
+    """The example's lengths are alike in what they decide, so that nothing shows."""
+    torch.manual_seed(1)
+    model = Odd(how)
+    same = torch.full((8,), 10)
+    program = ps.capture(model, (X, same))
+    with torch.no_grad():
+        assert torch.equal(program(X, same), model(X, same))
+        if ODD[how][0]:
+            assert torch.equal(program(X, OTHERS), model(X, OTHERS))
+        else:
+            with pytest.raises(ps.InputError, match="depends on values"):
+                program(X, OTHERS)
+
+
+def test_what_is_raised_for_other_values_only() -> None:
+    model = Odd("raises")
+    short = torch.full((8,), 3)
+    program = ps.capture(model, (X, short))
+    assert torch.equal(program(X, short), model(X, short))
+    with pytest.raises(ValueError, match="long"):
+        program(X, LENGTHS)

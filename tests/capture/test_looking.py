@@ -221,3 +221,164 @@ def test_a_size_that_values_do_not_decide_may_be_asked_for() -> None:
     assert not program.closed
     for lengths in (SAME, SHORT):
         assert torch.equal(program(X, lengths), model(X, lengths))
+
+
+@torch.library.custom_op("penstock_tests::cut", mutates_args=())
+def cut_by_operator(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """An operator whose tags do not say that it looks at values."""
+    return x[:, : int(lengths.max())].clone()
+
+
+def long(lengths: torch.Tensor) -> bool:
+    return bool((lengths > 5).any())
+
+
+def filled(given: dict[str, int], x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    given["n"] = int(lengths.max())
+    return x * 2
+
+
+def written(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return x * 2 if long(lengths) else x.mul_(0.5)
+
+
+MODULES: dict[str, Callable[..., Any]] = {
+    "as it is": lambda x, n: x if long(n) else x * 0.5,
+    "twice": lambda x, n: (x + 1, x + 1) if not long(n) else (lambda y: (y, y))(x * 2),
+    "none": lambda x, n: x * 2 if long(n) else None,
+    "a tuple": lambda x, n: x * 2 if long(n) else (x * 2, x),
+    "type": lambda x, n: x * 2 if long(n) else (x * 2).double(),
+    "layout": lambda x, n: x * 2 if long(n) else (x * 2).to_sparse(),
+    "dimensions": lambda x, n: x * 2 if long(n) else x.sum(1),
+    "cut": lambda x, n: x[:, : int(n.max())],
+    "one of two": lambda x, n: (x[:, : int(n.max())], x.sum(1)),
+    "pair": lambda q, x: (q * 2, q.sum(0) + x.sum()),
+    "fills": lambda x, n, given: filled(given, x, n),
+    "writes": written,
+    "operator": lambda x, n: cut_by_operator(x, n),
+}
+
+
+class Doing(nn.Module):
+    """One of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, *args: Any) -> Any:
+        return MODULES[self.how](*args)
+
+
+def chosen(m: Any, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """Two results, one as large as values say, which is asked for by the other's size."""
+    first, second = m.doing(x[n > -50], x)
+    result: torch.Tensor = x * first.shape[0] + second.sum()
+    return result
+
+
+def counted(m: Any, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    given: dict[str, int] = {}
+    return m.doing(x, n, given) / given["n"]  # type: ignore[no-any-return]
+
+
+def squeezed(m: Any, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    y = x[:, 0, 0][n > n.float().mean() * 1.1].squeeze()
+    return x + (y[None] * 3 if y.dim() == 0 else y).sum()
+
+
+# By what its Python does: the closed module, whether it must be right for other lengths, and more.
+ODD: dict[str, tuple[str, bool, Callable[..., Any]]] = {
+    "as it is": ("as it is", True, lambda m, x, n: x + m.doing(x, n)),
+    "as it is, first": ("as it is", True, lambda m, x, n: m.doing(x, n) + x),
+    "twice": ("twice", True, lambda m, x, n: m.doing(x, n)[0] * m.doing(x, n)[1]),
+    "none": ("none", False, lambda m, x, n: x if m.doing(x, n) is None else x * 2),
+    "tuple": ("a tuple", False, lambda m, x, n: x * (2 if type(m.doing(x, n)) is tuple else 1)),
+    "type": ("type", False, lambda m, x, n: x * m.doing(x, n).dtype.itemsize),
+    "layout": ("layout", False, lambda m, x, n: x * (2 if m.doing(x, n).is_sparse else 1)),
+    "dimensions": ("dimensions", False, lambda m, x, n: x * m.doing(x, n).dim()),
+    "shape": ("dimensions", False, lambda m, x, n: x * len(m.doing(x, n).shape)),
+    "writes": ("writes", False, lambda m, x, n: (m.doing(x, n), x)[1] * 3),
+    "fills": ("fills", True, counted),
+    "operator": ("operator", False, lambda m, x, n: m.doing(x, n).sum(1) / m.doing(x, n).shape[1]),
+    "open operator": (
+        "cut",
+        False,
+        lambda m, x, n: cut_by_operator(x, n).sum(1) / cut_by_operator(x, n).shape[1],
+    ),
+    "same size": ("cut", False, lambda m, x, n: x * (2 if m.doing(x, n).is_same_size(x) else 1)),
+    "unsafe": ("cut", False, lambda m, x, n: x * len(m.doing(x, n).unsafe_chunk(20, 1))),
+    "pair": ("pair", True, chosen),
+    "squeezed": ("cut", True, squeezed),
+    "for its size": ("cut", True, lambda m, x, n: x * torch.where(x > 50, x, x[n > -9]).shape[0]),
+    "sections": ("cut", True, lambda m, x, n: x * x.tensor_split(n[:1], 1)[0].shape[1]),
+    "sparse": ("cut", True, lambda m, x, n: x * n.clamp(max=8).to_sparse().indices().shape[1]),
+    # what does not depend on them
+    "rows": ("cut", True, lambda m, x, n: (y := m.doing(x, n)).reshape(y.shape[0], -1, 2).sum(1)),
+    "by size": ("cut", True, lambda m, x, n: (y := m.doing(x, n)).reshape(y.size(0), -1).sum(1)),
+    "last": ("cut", True, lambda m, x, n: (m.doing(x, n) / m.doing(x, n).shape[-1]).sum(1)),
+    "parts": ("cut", True, lambda m, x, n: sum(m.doing(x, n).chunk(2, dim=-1)).sum(1)),
+    "other leaf": ("one of two", True, lambda m, x, n: (y := m.doing(x, n)[1]) / y.shape[1]),
+}
+
+
+class OddAround(nn.Module):
+    """Layers around it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.doing = Doing(ODD[how][0])
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = ODD[self.how][2](self, self.layer(x), lengths)
+        return result
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_what_values_may_decide(how: str) -> None:
+    torch.manual_seed(1)
+    model = OddAround(how)
+    same = torch.full((8,), 10)
+    program = ps.capture(model, (X, same))
+    with torch.no_grad():
+        assert torch.equal(program(X, same), model(X, same))
+        if ODD[how][1]:
+            assert torch.equal(program(X, SHORT), model(X, SHORT))
+        else:
+            with pytest.raises(ps.InputError, match="depends on values"):
+                program(X, SHORT)
+
+
+class Inside(nn.Module):
+    """One that is in a container of torch's, and one that is compiled by torch.jit."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        kept = nn.Sequential(OneCut())
+        self.inner = torch.jit.script(OneCut()) if how == "script" else kept
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        y = self.inner(self.layer(x) + 0 * lengths[:, None, None])
+        result: torch.Tensor = y.sum(1) / y.shape[1]
+        return result
+
+
+class OneCut(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, : int((x[0, :, 0] > -50).sum())]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("how", ["kept", "script"])
+def test_modules_that_nobody_looks_into(how: str) -> None:
+    model = Inside(how)
+    program = ps.capture(model, (X, SAME), keep_closed=["inner"])
+    assert torch.equal(program(X, SAME), model(X, SAME))
+    other = X.clone()
+    other[0, 5:] = -1e6 * model.layer.weight[0].sign().detach()
+    assert model(other, SAME).isfinite().all()
+    with pytest.raises(ps.InputError, match="depends on values"):
+        program(other, SAME)

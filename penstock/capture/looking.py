@@ -1,0 +1,130 @@
+"""Calls whose Python looks at values, and may do something else for other ones.
+
+What they did when they were recorded is what the Python around them went by. So each is compared
+with it when it runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.capture.equality import same_constant
+from penstock.capture.trees import Structure, flatten
+from penstock.capture.watching import version_of
+from penstock.errors import InputError
+
+Expected = tuple[Any, ...] | None
+"""What a leaf of a result is: `("data", it)`, `("tensor", sizes, dtype, layout)`, or any object.
+
+Of the sizes those are `None` for which nobody has asked.
+"""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is known of a call's result.
+
+    Attributes:
+        label: of the call.
+        asker: the module whose Python has asked for sizes of its result; `None` if none has.
+        structure: of the result.
+        written: the leaves of `(args, kwargs)` that it changed in place.
+    """
+
+    label: str
+    asker: str | None
+    structure: Structure | None
+    written: frozenset[int]
+
+
+def looking(
+    recorded: Recorded,
+    expected: Sequence[Expected],
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a function, or a module, that looks at values.
+
+    Args:
+        recorded: what is known of its result.
+        expected: the same of the leaves.
+        function: what is called.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Raises:
+        InputError: it gives something else, or changes something else in place.
+    """
+    given, structure = flatten((args, kwargs))
+    tensors = [(k, leaf) for k, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)]
+    before = [version_of(leaf) for _, leaf in tensors]
+    result = function(*args, **kwargs)
+    for (k, leaf), version in zip(tensors, before, strict=True):
+        if version_of(leaf) != version and k not in recorded.written:
+            raise InputError(_decided(recorded, "changes what it is given, and did not"))
+    if not holds_still(given, structure, (args, kwargs)):
+        raise InputError(_decided(recorded, "changes a container that it is given, and did not"))
+    return as_recorded(recorded, expected, result)
+
+
+def holds_still(leaves: Sequence[Any], structure: Structure | None, tree: object) -> bool:
+    """Whether a container still holds just the objects that it held, in this structure."""
+    now, other = flatten(tree)
+    return structure == other and all(map(operator.is_, leaves, now))
+
+
+def as_recorded(recorded: Recorded, expected: Sequence[Expected], result: Any) -> Any:
+    """A result, if it is what the Python around the call may go by.
+
+    Args:
+        recorded: what is known of it.
+        expected: the same of its leaves.
+        result: of the call.
+
+    Raises:
+        InputError: it is another one.
+    """
+    leaves, structure = flatten(result)
+    if structure != recorded.structure:
+        raise InputError(_decided(recorded, "gives another structure than"))
+    for leaf, told in zip(leaves, expected, strict=True):
+        if told is not None and (how := _differs(leaf, told)):
+            raise InputError(_decided(recorded, how))
+    return result
+
+
+def _differs(leaf: Any, told: tuple[Any, ...]) -> str:
+    """How a leaf differs from what was recorded; empty if it does not."""
+    is_tensor = isinstance(leaf, torch.Tensor)
+    if told[0] == "data":
+        now = "a tensor" if is_tensor else repr(leaf)
+        same = not is_tensor and same_constant(leaf, told[1])
+        return "" if same else f"gives {now}, and not {told[1]!r} as"
+    if not is_tensor:
+        return f"gives {leaf!r}, and not a tensor as"
+    _, sizes, dtype, layout = told
+    if (leaf.dtype, leaf.layout) != (dtype, layout):
+        return f"gives a tensor of {leaf.dtype}, {leaf.layout}, and not of {dtype}, {layout} as"
+    shape = tuple(leaf.shape)
+    if len(shape) != len(sizes):
+        return f"gives the shape {shape}, and not one of {len(sizes)} dimensions as"
+    known = tuple(k if n is None else n for n, k in zip(sizes, shape, strict=True))
+    return "" if shape == known else f"gives the shape {shape}, and not {known} as"
+
+
+def _decided(recorded: Recorded, how: str) -> str:
+    asker = recorded.asker
+    goes = "the Python around it" if asker is None else f"the forward of {asker or 'the model'}"
+    closed = f", or keep_closed=[{asker!r}]" if asker else ""
+    return (
+        f"{recorded.label} {how} when it was recorded. That depends on values, which made no "
+        f"difference in the example, and {goes} goes by it. Give an example whose rows differ in "
+        f"what decides it{closed}"
+    )

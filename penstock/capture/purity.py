@@ -1,0 +1,126 @@
+"""Whether a plain function does the same whenever it is called with the same, and nothing else.
+
+Its code says so: it must write no attributes and no variables but its own, and use none that may
+hold anything else at another time. What it does with its arguments is seen when it runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import sys
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_OURS = ("torch", "penstock")  # packages whose functions are seen into
+_TRUSTED = {"torch", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__", "contextvars"}
+_ARRAYS = ("numpy", "random")
+_WRITING = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME"}
+_OPENING = {"globals", "locals", "vars", "setattr", "delattr", "exec", "eval", "open", "input"}
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def is_the_models(names: Mapping[str, Any]) -> bool:
+    """Whether these are the globals of a Python module that may be the model's own."""
+    module = names.get("__name__")
+    return isinstance(module, str) and module.partition(".")[0] not in _OURS
+
+
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """The names of its arguments."""
+    variadic = bool(code.co_flags & 4) + bool(code.co_flags & 8)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variadic]
+
+
+def uses_arrays(function: FunctionType) -> bool:
+    """Whether the code of a function names numpy, or what draws random numbers in Python."""
+    named = (function.__globals__.get(n) for c in _codes(function.__code__) for n in c.co_names)
+    is_theirs = is_the_models(function.__globals__)
+    return is_theirs and any(isinstance(m, ModuleType) and m.__name__ in _ARRAYS for m in named)
+
+
+def impurity(function: FunctionType, within: frozenset[FunctionType] = frozenset()) -> str:
+    """What a function may depend on, or change, besides its arguments; empty if it is nothing.
+
+    Args:
+        function: the function.
+        within: those that call it, which are known.
+    """
+    if function.__closure__:
+        return "variables of another function"
+    if set(vars(function)) - {"__wrapped__"}:
+        return "attributes of its own"
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    if not all(map(_is_constant, defaults)):
+        return "a default that can change"
+    if function.__code__.co_flags & (0x20 | 0x80 | 0x200):
+        return "what it is given between its results"
+    within |= {function}
+    for code in _codes(function.__code__):
+        instructions = list(dis.get_instructions(code))
+        for instruction, after in zip(instructions, [*instructions[1:], None], strict=True):
+            if why := _why(instruction, after, function, within):
+                return why
+    return ""
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of those that are made in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _why(
+    instruction: dis.Instruction,
+    after: dis.Instruction | None,
+    function: FunctionType,
+    within: frozenset[FunctionType],
+) -> str:
+    if instruction.opname in _WRITING:
+        return f"{instruction.argval}, which it writes"
+    if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval == "data":
+        return ".data, so that nobody sees what it writes"
+    if instruction.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return ""
+    name = instruction.argval
+    if name not in function.__globals__:
+        return name if name in _OPENING or not hasattr(builtins, name) else ""
+    found = function.__globals__[name]
+    if isinstance(found, ModuleType) and not _is_trusted(found.__name__):
+        if after is None or after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            return f"the module {name}"
+        name, found = f"{name}.{after.argval}", getattr(found, after.argval, None)
+        return name if found is None else _why_used(name, found, within)
+    return _why_used(name, found, within)
+
+
+def _why_used(name: str, found: Any, within: frozenset[FunctionType]) -> str:
+    """What the use of a variable of a Python module depends on; empty if it is nothing."""
+    if _is_constant(found) or (isinstance(found, ModuleType) and _is_trusted(found.__name__)):
+        return ""
+    home = getattr(found, "__module__", None)
+    if isinstance(found, FunctionType):
+        return "" if found in within or _is_trusted(home) else impurity(found, within)
+    is_plain = isinstance(found, (type, BuiltinFunctionType, np.ufunc))
+    if is_plain and not (isinstance(found, type) and issubclass(found, nn.Module)):
+        return "" if home is None or _is_trusted(home) else name
+    return name
+
+
+def _is_trusted(module: object) -> bool:
+    """Whether what is in a Python module is as it is: torch's, numpy's or Python's own."""
+    return isinstance(module, str) and module.partition(".")[0] in _TRUSTED
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is data that nobody can change."""
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)
