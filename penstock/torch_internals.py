@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.function import Function, FunctionMeta, _SingleLevelFunction
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 # The same in all versions:
+# - operators, with all their overloads and of one: OpOverloadPacket, OpOverload
 # - layers with running statistics, of any number of dimensions: BatchNorm, NormBase, InstanceNorm
 # - the leaves of containers of every registered type, DynamicCache among them: pytree
 # - what watches the operators that a call runs: TorchDispatchMode
@@ -68,6 +70,8 @@ __all__ = [
     "FunctionMeta",
     "InstanceNorm",
     "NormBase",
+    "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "applied_by",
     "backends_of_compile",

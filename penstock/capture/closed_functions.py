@@ -4,8 +4,8 @@ A helper that makes a mask of lengths may read values (`int(lengths.max())`), bu
 gives is tensors. Then it is closed, and not the module whose forward calls it. It is found on the
 stack when it does what cannot be recorded. One that draws a mask with numpy has ended by the time
 its array is used, or the next call shows that something was drawn; it is found among the names in
-the code that called it. From then on it has other code while a forward is recorded, which tells the
-recording of the call; and arrays that it gives can be given to calls, and nothing else.
+the code that called it. From then on it has other code while a forward is recorded, by which the
+recording sees that it is called; and arrays that it gives can be given to calls, and nothing else.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ClosedFunctions:
     def codes(self) -> Iterator[tuple[FunctionType, str, CodeType]]:
         """What closed functions have meanwhile: the function, the attribute, and its value."""
         for function in self._closed:
-            yield function, "__code__", _telling(function)
+            yield function, "__code__", _noting(function)
 
 
 def _template(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def _template(*args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-def _telling(function: FunctionType) -> CodeType:
+def _noting(function: FunctionType) -> CodeType:
     """Code that tells the recording in this thread of a call; without one the function runs."""
     code = function.__code__
     plain = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)

@@ -104,7 +104,13 @@ from penstock.capture.watching import (
     compiled,
 )
 from penstock.devices.settings import TorchSettings
-from penstock.torch_internals import current_function_mode, saving, without_function_mode
+from penstock.torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    current_function_mode,
+    saving,
+    without_function_mode,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -858,7 +864,7 @@ class Recorder(TorchFunctionMode):
 
 def _is_custom(target: object) -> bool:
     """Whether it is an operator that is not torch's own, whose tags need not say what it does."""
-    is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    is_operator = isinstance(target, OpOverload | OpOverloadPacket)
     return is_operator and str(target).partition(".")[0] not in KNOWN_OPERATORS
 
 
