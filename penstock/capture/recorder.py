@@ -39,7 +39,6 @@ from penstock.capture.calls import (
     Trace,
     Unrecordable,
     Value,
-    ambient,
     function_name,
 )
 from penstock.capture.closed_functions import (
@@ -69,20 +68,18 @@ from penstock.capture.known import Known
 from penstock.capture.looking import holds_still
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
-from penstock.capture.objects import Objects
 from penstock.capture.outside import UsedOutside, common_owner, leads_outside
 from penstock.capture.randomness import (
     Draws,
     Key,
     generators,
-    next_in_python,
     python_kept,
-    seed_python,
     type_checks_apart,
 )
 from penstock.capture.reads import Reading
-from penstock.capture.returned import tensors_in
+from penstock.capture.returned import MadeHere, tensors_in
 from penstock.capture.sizing import Sizing, Sizings, dims_asked
+from penstock.capture.surroundings import Surroundings
 from penstock.capture.trees import (
     Structure,
     flatten,
@@ -90,7 +87,6 @@ from penstock.capture.trees import (
     handed_back,
     leaves_of,
     map_leaves,
-    parts_of,
     tree_leaves,
     unflatten,
 )
@@ -103,12 +99,10 @@ from penstock.capture.watching import (
     check_decision,
     compiled,
 )
-from penstock.devices.settings import TorchSettings
 from penstock.torch_internals import (
     OpOverload,
     OpOverloadPacket,
     current_function_mode,
-    saving,
     without_function_mode,
 )
 
@@ -563,12 +557,7 @@ class Recorder(TorchFunctionMode):
         self._inputs = leaves
         if self.weightless is not None:
             self.weightless.begin(leaves)
-        self._ambient, self._settings, self._saving = ambient(), TorchSettings.here(), saving()
-        self._states = [generator.get_state() for generator in self.generators]
-        if self.key is not None:
-            seed_python(0)
-            self._unused = next_in_python()
-            seed_python(0)
+        self._surroundings = Surroundings(self.generators, seeded=self.key is not None)
         self.trace = Trace(
             inputs=tuple(
                 leaf.number
@@ -591,9 +580,10 @@ class Recorder(TorchFunctionMode):
 
     def end(self, result: object) -> None:
         """Finish the trace with what the model returned."""
-        self._check_draws("")
-        leaves = flatten_result(result, self._makes)[0]
-        opened = [leaf for leaf in leaves if self._is_only_returned(leaf, leaves)]
+        self._surroundings.check_draws("")
+        made_here = MadeHere(self.model, self.trace, self.known)
+        leaves = flatten_result(result, made_here.opens)[0]
+        opened = [leaf for leaf in leaves if made_here.is_only_returned(leaf, leaves)]
         for made in opened:
             held = flatten_result(made)[0]
             others = [leaf for leaf in held if not isinstance(leaf, torch.Tensor)]
@@ -602,34 +592,10 @@ class Recorder(TorchFunctionMode):
             call.identity = self._identify(call)
             self._append(call, tensors_in(made, others))
         leaves, structure = flatten_result(
-            result, lambda value: any(value is made for made in opened) or self._makes(value)
+            result, lambda value: any(value is made for made in opened) or made_here.opens(value)
         )
         self.trace.outputs = tuple(self._encode(leaf) for leaf in leaves)
         self.trace.output_structure = structure
-
-    def _makes(self, value: object) -> bool:
-        """Whether it is an object that holds tensors and was made in this forward, by open modules.
-
-        One that a module keeps has to stay the same, and so has what it holds.
-        """
-        return self.known.get(value) is None and self._was_made(value)
-
-    def _is_only_returned(self, value: object, leaves: Sequence[object]) -> bool:
-        """The same of one that a closed module has made, and that is there once in the result.
-
-        Its tensors are taken out at the end. Where the model is one call, nothing is gained by it.
-        """
-        if isinstance(value, torch.Tensor) or not self._is_value(value):
-            return False
-        known, count = self.known.get(value), sum(leaf is value for leaf in leaves)
-        is_part = isinstance(known, Ref) and self.trace.calls[known.call].target != ""
-        return count == 1 and is_part and self._was_made(value)
-
-    def _was_made(self, value: object) -> bool:
-        parts = parts_of(value)
-        kept = Objects(self.model.modules()).roots if parts else {}
-        others = (part for part in parts if not isinstance(part, torch.Tensor))
-        return bool(parts) and not any(id(part) in kept for part in others)
 
     def _record(
         self,
@@ -645,9 +611,8 @@ class Recorder(TorchFunctionMode):
             named_args, named_kwargs = map_leaves(self._encode, (tuple(args), dict(kwargs)))
             call = Call(target, named_args, named_kwargs, self._open[-1], hidden=hidden)
             call.identity = self._identify(call)
-            now = ambient()
-            call.ambient = None if now == self._ambient else now
-            self._check_settings()
+            call.ambient = self._surroundings.other_ambient()
+            self._surroundings.check_settings(self._open[-1])
             if self.reading.reads.numbers or self.reading.reads.given:
                 args, kwargs = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
             if self._arrays_of is not None:
@@ -658,19 +623,6 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
             self.reading.quiet -= 1
         return result
-
-    def _check_settings(self) -> None:
-        """Raise if Python has changed a setting of torch since the forward began, or hooks."""
-        if not _is_saving_as(self._saving):
-            raise Unrecordable(
-                self._open[-1],
-                "its Python hangs hooks on what is saved for the backward (saved_tensors_hooks)",
-            )
-        if changed := self._settings.changed_in(TorchSettings.here()):
-            raise Unrecordable(
-                self._open[-1],
-                f"its Python changes a setting of torch for a part of it ({', '.join(changed)})",
-            )
 
     def _identify(self, call: Call) -> int:
         """A number for the call that the other calls around it do not change."""
@@ -727,7 +679,7 @@ class Recorder(TorchFunctionMode):
         module = self.model.get_submodule(call.target) if isinstance(call.target, str) else None
         is_watched = self.weightless or module is None or self._may_do_anything(module)
         watches = watch if is_watched else nullcontext()
-        self._check_draws(call.path)
+        self._surroundings.check_draws(call.path)
         self._gave_values = False
         has_python = call.is_module or isinstance(call.target, Whole)
         given = flatten((args, kwargs)) if has_python else ([], None)
@@ -739,10 +691,8 @@ class Recorder(TorchFunctionMode):
                 else:
                     result = function(*args, **kwargs)
         finally:  # the model's Python may catch what a call raises, and go on
-            if self.key is not None:
-                seed_python(0)
-        if self.key is not None and not draws.began_at(self._states):
-            raise Unrecordable(call.path, "its Python seeds a generator of torch")
+            self._surroundings.seed()
+        self._surroundings.check_began(draws, call.path)
         call.random = watch.draws if self.weightless else draws.happened
         call.draws_in_python = draws.in_python
         call.mutates = tuple(
@@ -785,11 +735,6 @@ class Recorder(TorchFunctionMode):
         if self._has_own_python(module):
             return False
         return any(not type(m).__module__.startswith("torch.nn.") for m in module.modules())
-
-    def _check_draws(self, path: str) -> None:
-        """Raise if Python has drawn random numbers since the last call."""
-        if self.key is not None and next_in_python() != self._unused:
-            raise OutsideTorch(path, "its Python draws random numbers by itself")
 
     def _with_values(self, leaf: Any) -> Any:
         """A tensor on `meta` with its values, if it is made of nothing but the inputs."""
@@ -866,13 +811,6 @@ def _is_custom(target: object) -> bool:
     """Whether it is an operator that is not torch's own, whose tags need not say what it does."""
     is_operator = isinstance(target, OpOverload | OpOverloadPacket)
     return is_operator and str(target).partition(".")[0] not in KNOWN_OPERATORS
-
-
-def _is_saving_as(before: object) -> bool:
-    """Whether what autograd saves goes through these hooks, or is merely moved to the CPU."""
-    now = saving()
-    moves = now is not None and now[0].__qualname__.startswith("save_on_cpu.")
-    return moves or now == before
 
 
 def _dtype(tensor: torch.Tensor, dtype: object, non_blocking: bool = False) -> Any:

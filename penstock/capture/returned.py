@@ -1,13 +1,18 @@
-"""What a model returns in objects that closed modules have made."""
+"""What a model returns in objects that were made in its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
+from penstock.capture.calls import Ref, Trace
 from penstock.capture.equality import same_constant
-from penstock.capture.trees import flatten_result
+from penstock.capture.interception import is_plain
+from penstock.capture.known import Known
+from penstock.capture.objects import Objects
+from penstock.capture.trees import flatten_result, parts_of
 from penstock.errors import InputError
 
 
@@ -32,3 +37,44 @@ def tensors_in(value: object, others: Sequence[object]) -> tuple[torch.Tensor, .
             'them as a tensor, or keep the model whole with keep_closed=[""]'
         )
     return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+class MadeHere:
+    """Which objects in a model's result were made in this forward, so that they can be opened.
+
+    Args:
+        model: the model.
+        trace: the recording, whose calls are all there.
+        known: the names of objects.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, known: Known) -> None:
+        self._model, self._trace, self._known = model, trace, known
+
+    def opens(self, value: object) -> bool:
+        """Whether it is an object that holds tensors and that open modules have made.
+
+        One that a module keeps has to stay the same, and so has what it holds.
+        """
+        return self._known.get(value) is None and self._was_made(value)
+
+    def is_only_returned(self, value: object, leaves: Sequence[object]) -> bool:
+        """The same of one that a closed module has made, and that is there once in the result.
+
+        Its tensors are taken out at the end. Where the model is one call, nothing is gained by it.
+
+        Args:
+            value: the object.
+            leaves: of the result.
+        """
+        if isinstance(value, torch.Tensor) or is_plain(value):
+            return False
+        known, count = self._known.get(value), sum(leaf is value for leaf in leaves)
+        is_part = isinstance(known, Ref) and self._trace.calls[known.call].target != ""
+        return count == 1 and is_part and self._was_made(value)
+
+    def _was_made(self, value: object) -> bool:
+        parts = parts_of(value)
+        kept = Objects(self._model.modules()).roots if parts else {}
+        others = (part for part in parts if not isinstance(part, torch.Tensor))
+        return bool(parts) and not any(id(part) in kept for part in others)
