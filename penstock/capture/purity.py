@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import dis
-import sys
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -18,9 +17,23 @@ import torch
 from torch import nn
 
 _OURS = ("torch", "penstock")  # packages whose functions are seen into
-_TRUSTED = {"torch", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__", "contextvars"}
+_TRUSTED = frozenset(
+    """
+    torch numpy builtins _operator math cmath operator functools _functools itertools random typing
+    collections numbers enum types dataclasses copy string re statistics bisect heapq warnings
+    """.split()
+)
 _ARRAYS = ("numpy", "random")
 _WRITING = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME"}
+_LASTING = frozenset(
+    """
+    data set_ resize_ requires_grad_ retain_grad register_hook backward share_memory_ seed
+    manual_seed set_state set_rng_state set_grad_enabled set_default_dtype set_printoptions
+    __dict__ __setattr__ __globals__ __code__ __closure__ __defaults__ simplefilter
+    """.split()
+)
+"""Attributes by which it may change what nobody sees changed."""
+
 _OPENING = {"globals", "locals", "vars", "setattr", "delattr", "exec", "eval", "open", "input"}
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -85,8 +98,10 @@ def _why(
 ) -> str:
     if instruction.opname in _WRITING:
         return f"{instruction.argval}, which it writes"
-    if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval == "data":
-        return ".data, so that nobody sees what it writes"
+    if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval in _LASTING:
+        return f".{instruction.argval}"
+    if instruction.opname == "IMPORT_NAME" and not _is_trusted(instruction.argval):
+        return f"the module {instruction.argval}, which it imports"
     if instruction.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
         return ""
     name = instruction.argval

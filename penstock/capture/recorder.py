@@ -39,6 +39,7 @@ from penstock.capture.calls import (
     Trace,
     Unrecordable,
     Value,
+    ambient,
     function_name,
 )
 from penstock.capture.closed_functions import (
@@ -397,6 +398,7 @@ class Recorder(TorchFunctionMode):
         self, function: FunctionType, plain: FunctionType, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a function that must use nothing of the model but what it is given."""
+        before = ambient()
         try:
             with (
                 self._unseen(),
@@ -407,6 +409,8 @@ class Recorder(TorchFunctionMode):
             why = f"which raises {type(error).__name__}"
             raise Unclosable(self._open[-1], function, why) from error
         why = why_nothing_made(result)
+        if ambient() != before:
+            why = "which leaves gradients or autocast otherwise than they were"
         if used.names:
             why = f"which uses {next(iter(used.names))} and is not given it"
         if why:
