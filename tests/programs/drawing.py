@@ -390,6 +390,98 @@ class Gated(Block):
         return [_set("depth", lambda r: r.choice([1, 2, 3])), level]
 
 
+def itself(x: torch.Tensor) -> torch.Tensor:
+    """What it is given, or something else."""
+    return x if x.sum().item() > 0 else x / 2
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    """As many columns as a value says."""
+    return x[:, : 2 + int(x.sum().item() > 0)]
+
+
+def number(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A number beside a tensor."""
+    return x * 2, max((x.sum(0) > 0).tolist()) + 1
+
+
+def nothing(x: torch.Tensor) -> torch.Tensor | None:
+    """Sometimes nothing."""
+    return x * 2 if x.sum().item() > 0 else None
+
+
+def wider(x: torch.Tensor) -> torch.Tensor:
+    """Of another type, sometimes."""
+    return x * 2 if x.sum().item() > 0 else (x * 2).double()
+
+
+def mask(x: torch.Tensor) -> torch.Tensor:
+    """The columns up to one that a value says."""
+    return (torch.arange(WIDTH) < 1 + int((x.sum(0) > 0).sum())).expand(len(x), WIDTH)
+
+
+def halving(x: torch.Tensor) -> torch.Tensor:
+    """Writes what it is given, sometimes."""
+    if x.sum().item() > 0:
+        with torch.no_grad():
+            x.mul_(0.5)
+    return x * 1
+
+
+Use = Callable[[torch.Tensor, Any], torch.Tensor]
+
+LOOKS: tuple[tuple[Callable[[torch.Tensor], Any], Use], ...] = (
+    (itself, lambda x, y: x + y),
+    (itself, lambda x, y: y * 2),
+    (cut, lambda x, y: x * y.shape[1]),
+    (cut, lambda x, y: F.pad(y, (0, WIDTH - y.size(1)))),
+    (cut, lambda x, y: x + y.sum(1)[:, None] / y.shape[0]),
+    (number, lambda x, y: y[0] / y[1]),
+    (nothing, lambda x, y: x if y is None else y),
+    (wider, lambda x, y: (x * y.dtype.itemsize + y).to(x.dtype)),
+    (mask, lambda x, y: x.masked_fill(y, 0.0)),
+    (mask, lambda x, y: torch.where(y, x, x / 2).view(x.shape[0], -1)),
+    (halving, lambda x, y: x + y),
+)
+"""What may look at values, and what the Python around it does with what it gives."""
+
+
+class Chooser(nn.Module):
+    """Looks at values, as one call."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+class Looking(Block):
+    """A module of its own looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        function, self.use = LOOKS[int(torch.randint(len(LOOKS), ()))]
+        self.inner = Chooser(function)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x).tanh()
+        return self.use(x, self.inner(x))
+
+
+class Helped(Block):
+    """A function looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function, self.use = LOOKS[int(torch.randint(len(LOOKS), ()))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x).tanh()
+        return self.use(x, self.function(x))
+
+
 OUTSIDE = {"gain": 1.0}
 
 
@@ -423,7 +515,7 @@ def _toggle(name: str) -> Change:
 BLOCKS: tuple[type[Block], ...] = (
     *(Tempered, Annealed, Switched, Configured, Listed, Flagged, Graded, Frozen, Sized, Dropped),
     *(Normed, Averaging, Normalising, InPlace, Tied, Aliased, Replaced, Acting, Hooked, Gated),
-    Block,
+    *(Looking, Helped, Block),
 )
 
 
