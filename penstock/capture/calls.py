@@ -92,6 +92,9 @@ def input_leaves(values: Sequence[Value], leaves: Sequence[Any]) -> list[Any]:
     return [leaves[value.leaf] for value in values if isinstance(value, Ref)]
 
 
+GRADIENT = -1
+"""Stands for whether a tensor requires a gradient, where its dimensions are listed."""
+
 ROWS = "B"
 """The name of the dimension that micro-batches are split along."""
 
@@ -282,7 +285,10 @@ class Call:
         may_size: whether it looks at some from which sizes can come; a yes or no is none.
         asked_in: the open module whose Python has asked for a size of its result, though that may
             be another one for other values; `None` if none has.
-        asked: which sizes: the dimensions of each leaf of the result.
+        asked: which sizes: the dimensions of each leaf of the result; `GRADIENT` among them stands
+            for whether it requires a gradient.
+        kept: of a call that looks at values, for each leaf of the result the class of a tensor, and
+            which leaf of `(args, kwargs)` it is, if it is one.
         by_inputs: whether these may be values of the inputs alone.
     """
 
@@ -302,6 +308,7 @@ class Call:
     may_size: bool = field(default=False, compare=False, repr=False)
     asked_in: str | None = field(default=None, compare=False, repr=False)
     asked: dict[int, set[int]] = field(default_factory=dict, compare=False, repr=False)
+    kept: tuple[tuple[type, int | None], ...] = field(default=(), compare=False, repr=False)
     by_inputs: bool = field(default=False, compare=False, repr=False)
     _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 

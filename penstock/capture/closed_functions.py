@@ -10,6 +10,7 @@ recording sees that it is called; and arrays that it gives can be given to calls
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
@@ -26,7 +27,7 @@ from penstock.capture.purity import impurity, is_the_models, names_of, uses_arra
 from penstock.capture.trees import tree_leaves
 
 _DATA = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_MARK = 0x5EED_0F_A_C0DE  # stands in the code below for what is called
+_MARK = 0x5EED_0F_A_C0DE  # stands in made code for what is called
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class ClosedFunctions:
         """
         while frame is not None and frame.f_code not in until:
             names = frame.f_code.co_names if is_the_models(frame.f_globals) else ()
+            if "ndarray" in names:  # it may ask for the class of an array
+                return None
             for found in map(frame.f_globals.get, names):
                 if (
                     isinstance(found, FunctionType)
@@ -129,13 +132,11 @@ class ClosedFunctions:
             yield function, "__code__", _noting(function)
 
 
-def _template(*args: Any, **kwargs: Any) -> Any:
-    call: Any = 0x5EED_0F_A_C0DE
-    return call(*args, **kwargs)
-
-
 def _noting(function: FunctionType) -> CodeType:
-    """Code that tells the recording in this thread of a call; without one the function runs."""
+    """Code of the same arguments that tells the recording in this thread of a call.
+
+    Without one in this thread, the function runs.
+    """
     code = function.__code__
     plain = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     plain.__kwdefaults__ = function.__kwdefaults__
@@ -146,7 +147,9 @@ def _noting(function: FunctionType) -> CodeType:
             return plain(*args, **kwargs)
         return recorder.call_function(function, plain, args, kwargs)
 
-    template = _template.__code__
+    made: dict[str, Any] = {}
+    exec(_source(code), made)
+    template: CodeType = made["_noted"].__code__
     return template.replace(
         co_consts=tuple(call if each == _MARK else each for each in template.co_consts),
         co_name=code.co_name,
@@ -154,6 +157,30 @@ def _noting(function: FunctionType) -> CodeType:
         co_filename=code.co_filename,
         co_firstlineno=code.co_firstlineno,
     )
+
+
+def _source(code: CodeType) -> str:
+    """A function of the same arguments that gives them to what the mark stands for."""
+    names = iter(names_of(code))
+    positional = [next(names) for _ in range(code.co_argcount)]
+    keywords = [next(names) for _ in range(code.co_kwonlyargcount)]
+    taken, given = list(positional), list(positional)
+    if code.co_posonlyargcount:
+        taken.insert(code.co_posonlyargcount, "/")
+    if code.co_flags & inspect.CO_VARARGS:
+        name = next(names)
+        taken.append(f"*{name}")
+        given.append(f"*{name}")
+    elif keywords:
+        taken.append("*")
+    taken += keywords
+    given += [f"{name}={name}" for name in keywords]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        name = next(names)
+        taken.append(f"**{name}")
+        given.append(f"**{name}")
+    call = f"_noted_call = {_MARK}; return _noted_call({', '.join(given)})"
+    return f"def _noted({', '.join(taken)}): {call}"
 
 
 class UnseenArray:

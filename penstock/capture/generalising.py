@@ -143,7 +143,7 @@ def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool
         found |= differently_sized(first, other, asked)
         if (call := decided_otherwise(first, other)) is not None:
             raise Unrecordable(
-                call.path, f"{call.label} looks at values, and gives other data for other ones"
+                call.path, f"{call.label} looks at values, and gives something else for other ones"
             )
     return found
 

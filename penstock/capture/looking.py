@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from penstock.capture.equality import same_constant
-from penstock.capture.trees import Structure, flatten
+from penstock.capture.trees import Structure, flatten, tree_leaves
 from penstock.capture.watching import version_of
 from penstock.errors import InputError
 
 Expected = tuple[Any, ...] | None
-"""What a leaf of a result is: `("data", it)`, `("tensor", sizes, dtype, layout)`, or any object.
-
-Of the sizes those are `None` for which nobody has asked.
+"""What a leaf of a result is: `("data", it)`, `("tensor", sizes, dtype, layout, gradient)`, or, if
+it is `None`, any object. Of the sizes, and of whether it requires a gradient, those are `None` for
+which nobody has asked.
 """
 
 
@@ -31,15 +31,19 @@ class Recorded:
 
     Attributes:
         label: of the call.
+        path: the module that makes it.
         asker: the module whose Python has asked for sizes of its result; `None` if none has.
         structure: of the result.
         written: the leaves of `(args, kwargs)` that it changed in place.
+        kept: see `Call.kept`.
     """
 
     label: str
+    path: str
     asker: str | None
     structure: Structure | None
     written: frozenset[int]
+    kept: tuple[tuple[type, int | None], ...]
 
 
 def looking(
@@ -71,7 +75,25 @@ def looking(
             raise InputError(_decided(recorded, "changes what it is given, and did not"))
     if not holds_still(given, structure, (args, kwargs)):
         raise InputError(_decided(recorded, "changes a container that it is given, and did not"))
+    if kept_in(result, given) != recorded.kept:
+        raise InputError(_decided(recorded, "gives one of its arguments, or another class, unlike"))
     return as_recorded(recorded, expected, result)
+
+
+def kept_in(result: Any, given: Sequence[Any]) -> tuple[tuple[type, int | None], ...]:
+    """The classes of the tensors in a result, and which leaves of the arguments they are.
+
+    Args:
+        result: of a call.
+        given: the leaves of its arguments.
+    """
+    places = {id(leaf): k for k, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
+    found: list[tuple[type, int | None]] = []
+    for k, leaf in enumerate(tree_leaves(result)):
+        if isinstance(leaf, torch.Tensor):
+            found.append((type(leaf), places.get(id(leaf))))
+            places.setdefault(id(leaf), len(given) + k)
+    return tuple(found)
 
 
 def holds_still(leaves: Sequence[Any], structure: Structure | None, tree: object) -> bool:
@@ -109,9 +131,11 @@ def _differs(leaf: Any, told: tuple[Any, ...]) -> str:
         return "" if same else f"gives {now}, and not {told[1]!r} as"
     if not is_tensor:
         return f"gives {leaf!r}, and not a tensor as"
-    _, sizes, dtype, layout = told
+    _, sizes, dtype, layout, gradient = told
     if (leaf.dtype, leaf.layout) != (dtype, layout):
         return f"gives a tensor of {leaf.dtype}, {leaf.layout}, and not of {dtype}, {layout} as"
+    if gradient is not None and leaf.requires_grad is not gradient:
+        return f"gives a tensor of requires_grad={leaf.requires_grad}, and not {gradient} as"
     shape = tuple(leaf.shape)
     if len(shape) != len(sizes):
         return f"gives the shape {shape}, and not one of {len(sizes)} dimensions as"
@@ -122,7 +146,8 @@ def _differs(leaf: Any, told: tuple[Any, ...]) -> str:
 def _decided(recorded: Recorded, how: str) -> str:
     asker = recorded.asker
     goes = "the Python around it" if asker is None else f"the forward of {asker or 'the model'}"
-    closed = f", or keep_closed=[{asker!r}]" if asker else ""
+    closer = recorded.path if asker is None else asker
+    closed = f", or keep_closed=[{closer!r}]" if closer else ""
     return (
         f"{recorded.label} {how} when it was recorded. That depends on values, which made no "
         f"difference in the example, and {goes} goes by it. Give an example whose rows differ in "

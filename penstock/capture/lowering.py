@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from penstock.capture.attributes import find
 from penstock.capture.calls import (
+    GRADIENT,
     OPAQUE,
     Ambient,
     Attribute,
@@ -190,7 +191,7 @@ class _Lowering:
         """What is known of a call's result, and of its leaves, see `penstock.capture.looking`."""
         leaves = enumerate(tree_leaves((call.args, call.kwargs)))
         written = frozenset(k for k, leaf in leaves if leaf in call.mutates)
-        recorded = Recorded(call.label, call.asked_in, call.result, written)
+        recorded = Recorded(call.label, call.path, call.asked_in, call.result, written, call.kept)
         expected = [
             self._expected(leaf, call.asked.get(k, set())) for k, leaf in enumerate(call.outputs)
         ]
@@ -202,7 +203,8 @@ class _Lowering:
         known = enumerate(leaf.shape)
         sizes = [None if k not in asked or isinstance(n, Irregular) else n for k, n in known]
         built = [None if n is None else self._leaf(n) for n in sizes]
-        return "tensor", built, leaf.dtype, leaf.layout
+        gradient = leaf.requires_grad if GRADIENT in asked else None
+        return "tensor", built, leaf.dtype, leaf.layout, gradient
 
     def _add_module(self, path: str) -> None:
         self.leaves[_attribute_path(path)] = self.model.get_submodule(path)

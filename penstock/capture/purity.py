@@ -27,14 +27,18 @@ _ARRAYS = ("numpy", "random")
 _WRITING = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME"}
 _LASTING = frozenset(
     """
-    data set_ resize_ requires_grad_ retain_grad register_hook backward share_memory_ seed
-    manual_seed set_state set_rng_state set_grad_enabled set_default_dtype set_printoptions
-    __dict__ __setattr__ __globals__ __code__ __closure__ __defaults__ simplefilter
+    data resize_ requires_grad_ retain_grad register_hook backward share_memory_ seed manual_seed
+    __dict__ __setattr__ __getattribute__ __globals__ __code__ __closure__ __defaults__
+    __builtins__ __subclasses__ __import__ frompyfunc simplefilter
     """.split()
 )
-"""Attributes by which it may change what nobody sees changed."""
+"""Attributes by which it may change what nobody sees changed; so may all that begin as these do."""
 
-_OPENING = {"globals", "locals", "vars", "setattr", "delattr", "exec", "eval", "open", "input"}
+_BEGINNINGS = ("set_", "enable_", "disable_", "use_", "register_")
+
+_OPENING = frozenset(
+    "globals locals vars setattr delattr exec eval open input __import__ compile breakpoint".split()
+)
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -98,8 +102,10 @@ def _why(
 ) -> str:
     if instruction.opname in _WRITING:
         return f"{instruction.argval}, which it writes"
-    if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval in _LASTING:
-        return f".{instruction.argval}"
+    named = str(instruction.argval)
+    lasts = named in _LASTING or named.startswith(_BEGINNINGS)
+    if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") and lasts:
+        return f".{named}"
     if instruction.opname == "IMPORT_NAME" and not _is_trusted(instruction.argval):
         return f"the module {instruction.argval}, which it imports"
     if instruction.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -123,10 +129,13 @@ def _why_used(name: str, found: Any, within: frozenset[FunctionType]) -> str:
     home = getattr(found, "__module__", None)
     if isinstance(found, FunctionType):
         return "" if found in within or _is_trusted(home) else impurity(found, within)
-    is_plain = isinstance(found, (type, BuiltinFunctionType, np.ufunc))
-    if is_plain and not (isinstance(found, type) and issubclass(found, nn.Module)):
-        return "" if home is None or _is_trusted(home) else name
-    return name
+    if isinstance(found, np.ufunc):
+        return "" if getattr(np, found.__name__, None) is found else name
+    if isinstance(found, BuiltinFunctionType) and not isinstance(found.__self__, ModuleType | None):
+        return name
+    is_module = isinstance(found, type) and issubclass(found, nn.Module)
+    is_plain = isinstance(found, type | BuiltinFunctionType) and not is_module
+    return "" if is_plain and (home is None or _is_trusted(home)) else name
 
 
 def _is_trusted(module: object) -> bool:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.capture.attributes import named_tensors
 from penstock.capture.calls import (
+    GRADIENT,
     INPUTS,
     OPAQUE,
     Attribute,
@@ -66,7 +67,7 @@ from penstock.capture.interception import (
     is_plain,
 )
 from penstock.capture.known import Known
-from penstock.capture.looking import holds_still
+from penstock.capture.looking import holds_still, kept_in
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
 from penstock.capture.outside import UsedOutside, common_owner, leads_outside
@@ -503,7 +504,9 @@ class Recorder(TorchFunctionMode):
             self._check_sizes(name, args, kwargs)
         if name in GRADIENTS:
             self.reading.note_requires_grad(leaves)
+            self._note_gradients(leaves)
         if name in LAYOUT:
+            self._check_strides(leaves)
             self._check_layout(name, leaves)
         if name in STATE:
             self.reading.note_state(name, leaves)
@@ -538,6 +541,19 @@ class Recorder(TorchFunctionMode):
             if isinstance(known, Ref) and self.sizings.depends(known):
                 dims = dims_asked(name, leaf.ndim, args, kwargs, sys._getframe(3))
                 self.sizings.check_asked(known, self._open[-1], dims)
+
+    def _note_gradients(self, leaves: Sequence[Any]) -> None:
+        """Note that Python asks whether tensors require gradients that may by their values."""
+        for known in map(self.known.get, leaves):
+            if isinstance(known, Ref) and self.sizings.may_depend(known):
+                self.sizings.note_asked(known, self._open[-1], (GRADIENT,))
+
+    def _check_strides(self, leaves: Sequence[Any]) -> None:
+        """Raise if Python asks how tensors lie in memory where values may decide it."""
+        for known in map(self.known.get, leaves):
+            if isinstance(known, Ref) and self.sizings.may_depend(known):
+                why = "its Python asks how a tensor lies in memory that depends on values"
+                raise Unrecordable(self._open[-1], why)
 
     def _without_tensors(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -711,24 +727,23 @@ class Recorder(TorchFunctionMode):
         call.looks |= has_python and (watch.looks or self._gave_values)
         may_size = watch.may_size or (has_python and self._gave_values)
         sizing = self.sizings.of_call(call, result, may_size, self.weightless is not None)
-        return (self._apart(call, args, kwargs, result) if call.looks else result), sizing
+        if call.looks:
+            call.kept = kept_in(result, tree_leaves((args, kwargs)))
+            self._check_new(call, result)
+        return result, sizing
 
-    def _apart(self, call: Call, args: Any, kwargs: Any, result: Any) -> Any:
-        """A result none of whose tensors is one that was given, or is there twice, as an object.
+    def _check_new(self, call: Call, result: Any) -> None:
+        """Raise if a closed function gives an object that has a name already, or one twice.
 
-        For other values it may be another one.
+        Both are one object with one name then, and for other values they would be two.
         """
-        written = set(call.mutates)
-        taken = {id(x) for x in tree_leaves((args, kwargs)) if self.known.get(x) not in written}
-
-        def other(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            is_taken = id(leaf) in taken or isinstance(self.known.get(leaf), Attribute)
-            taken.add(id(leaf))
-            return torch.ops.aten.alias.default(leaf) if is_taken else leaf
-
-        return map_leaves(other, result)
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        named = (self.known.get(x) for x in tensors)
+        is_old = any(name is not None and name not in call.mutates for name in named)
+        is_twice = len({*map(id, tensors)}) < len(tensors)
+        if isinstance(call.target, ClosedFunction) and (is_old or is_twice):
+            why = "which gives one of its arguments, or a tensor twice"
+            raise Unclosable(call.path, call.target.function, why)
 
     def _has_own_python(self, module: nn.Module) -> bool:
         """Whether a module that is not watched may look at values nevertheless."""

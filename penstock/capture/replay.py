@@ -78,6 +78,12 @@ class _Seeding(Recorder):
     def _check_sizes(self, name: str, args: object, kwargs: object) -> None:
         """Does nothing: outside of a recording any size may be read."""
 
+    def _note_gradients(self, leaves: object) -> None:
+        """Does nothing: nothing is recorded."""
+
+    def _check_strides(self, leaves: object) -> None:
+        """Does nothing: outside of a recording any stride may be read."""
+
     def _check_layout(self, name: str, leaves: object) -> None:
         """Does nothing: outside of a recording any layout may be read."""
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from penstock.capture.calls import (
-    INPUTS,
     Call,
     Origin,
     Ref,
@@ -161,6 +160,10 @@ class Sizings:
         """Whether its size depends on values, or may."""
         return value in self._perhaps or self.is_dynamic(value)
 
+    def may_depend(self, value: Ref) -> bool:
+        """Whether what it is may depend on values, though so far they made no difference."""
+        return value in self._perhaps
+
     def check_asked(self, value: Ref, path: str, dims: Iterable[int]) -> None:
         """Python asks for sizes of a value on which it depends that it is as large as it is.
 
@@ -176,8 +179,16 @@ class Sizings:
             raise Unrecordable(
                 path, "its Python asks for the size of a tensor that depends on values"
             )
-        if value.call == INPUTS:
-            return
+        self.note_asked(value, path, dims)
+
+    def note_asked(self, value: Ref, path: str, dims: Iterable[int]) -> None:
+        """Note that Python asks for something of a value that may depend on values.
+
+        Args:
+            value: the value.
+            path: the open module whose Python does.
+            dims: the dimensions, see `Call.asked`.
+        """
         call = self._trace.calls[value.call]
         call.asked_in = path if call.asked_in is None else call.asked_in
         call.asked.setdefault(value.leaf, set()).update(dims)

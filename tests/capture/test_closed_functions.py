@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -271,7 +272,37 @@ def of_the_state(x: torch.Tensor) -> torch.Tensor:
     return x * int(STATE["lengths"].max())
 
 
+def arguments(function: Callable[..., Any]) -> int:
+    return len(signature(function).parameters)
+
+
 TABLE = {mask_of: 3}
+PUSHED: list[int] = []
+push = PUSHED.append
+
+
+def importing(lengths: torch.Tensor) -> torch.Tensor:
+    from sys import modules
+
+    modules[__name__].STATE[int(lengths.max())] = True
+    return lengths.float()
+
+
+def pushing(lengths: torch.Tensor) -> torch.Tensor:
+    push(int(lengths.max()))
+    return lengths.float()
+
+
+def setting(lengths: torch.Tensor) -> torch.Tensor:
+    result = lengths.float()
+    result.__setattr__("tag", int(lengths.max()))
+    return result
+
+
+def without_gradients(lengths: torch.Tensor) -> torch.Tensor:
+    if int(lengths.max()) > 90:
+        torch.set_grad_enabled(False)
+    return lengths.float()
 
 
 def caught(lengths: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
@@ -324,6 +355,16 @@ ODD: dict[str, tuple[bool, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
     "renames": (True, renamed),
     "state": (True, set_and_used),
     "identity": (True, held_against),
+    "is it": (True, lambda x, n: x * (2 if scaled(x, n) is x else 1)),
+    "signature": (
+        True,
+        lambda x, n: put(x, mask_of(n).sum(1)) * len(signature(mask_of).parameters),
+    ),
+    "code": (True, lambda x, n: put(x, mask_of(n).sum(1)) * mask_of.__code__.co_argcount),
+    "imports": (True, lambda x, n: put(x, importing(n)) * len(STATE)),
+    "pushes": (True, lambda x, n: put(x, pushing(n)) * PUSHED[-1]),
+    "sets": (True, lambda x, n: put(x, setting(n)) * setting(n).tag),  # type: ignore[attr-defined]
+    "mode": (True, lambda x, n: put(x, without_gradients(n))),
     "same size": (True, lambda x, n: x * (2 if mask_of(n).is_same_size(x[:, :, 0]) else 1)),
 }
 

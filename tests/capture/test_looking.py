@@ -40,7 +40,7 @@ GIVES: dict[str, tuple[Give, Use]] = {
         lambda x, n: (x * 1, x + 1 if n > 5 else None),
         lambda x, n: x if n is None else -x,
     ),
-    "as many": (lambda x, n: (x * 1, [x] * n), lambda x, n: x * len(n)),
+    "as many": (lambda x, n: (x * 1, [x + k for k in range(n)]), lambda x, n: x * len(n)),
 }
 
 
@@ -250,6 +250,9 @@ MODULES: dict[str, Callable[..., Any]] = {
     "type": lambda x, n: x * 2 if long(n) else (x * 2).double(),
     "layout": lambda x, n: x * 2 if long(n) else (x * 2).to_sparse(),
     "dimensions": lambda x, n: x * 2 if long(n) else x.sum(1),
+    "class": lambda x, n: nn.Parameter(x.detach()) if long(n) else x * 2,
+    "gradient": lambda x, n: x * 2 if long(n) else x.detach(),
+    "strides": lambda x, n: x * 1 if long(n) else x.transpose(0, 1).contiguous().transpose(0, 1),
     "cut": lambda x, n: x[:, : int(n.max())],
     "one of two": lambda x, n: (x[:, : int(n.max())], x.sum(1)),
     "pair": lambda q, x: (q * 2, q.sum(0) + x.sum()),
@@ -289,12 +292,18 @@ def squeezed(m: Any, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
 
 # By what its Python does: the closed module, whether it must be right for other lengths, and more.
 ODD: dict[str, tuple[str, bool, Callable[..., Any]]] = {
-    "as it is": ("as it is", True, lambda m, x, n: x + m.doing(x, n)),
-    "as it is, first": ("as it is", True, lambda m, x, n: m.doing(x, n) + x),
-    "twice": ("twice", True, lambda m, x, n: m.doing(x, n)[0] * m.doing(x, n)[1]),
+    "as it is": ("as it is", False, lambda m, x, n: x + m.doing(x, n)),
+    "as it is, first": ("as it is", False, lambda m, x, n: m.doing(x, n) + x),
+    "is it": ("as it is", False, lambda m, x, n: x if m.doing(x, n) is x else x * 3),
+    "twice": ("twice", False, lambda m, x, n: m.doing(x, n)[0] * m.doing(x, n)[1]),
     "none": ("none", False, lambda m, x, n: x if m.doing(x, n) is None else x * 2),
     "tuple": ("a tuple", False, lambda m, x, n: x * (2 if type(m.doing(x, n)) is tuple else 1)),
     "type": ("type", False, lambda m, x, n: x * m.doing(x, n).dtype.itemsize),
+    "class": ("class", False, lambda m, x, n: x * (1 + isinstance(m.doing(x, n), nn.Parameter))),
+    "gradient": ("gradient", False, lambda m, x, n: x * (1 + m.doing(x, n).requires_grad)),
+    "derived": ("gradient", False, lambda m, x, n: x * (1 + (m.doing(x, n) * 2).requires_grad)),
+    "strides": ("strides", True, lambda m, x, n: x * m.doing(x, n).stride(0)),
+    "contiguous": ("strides", True, lambda m, x, n: x * (m.doing(x, n) * 1).is_contiguous()),
     "layout": ("layout", False, lambda m, x, n: x * (2 if m.doing(x, n).is_sparse else 1)),
     "dimensions": ("dimensions", False, lambda m, x, n: x * m.doing(x, n).dim()),
     "shape": ("dimensions", False, lambda m, x, n: x * len(m.doing(x, n).shape)),
@@ -342,7 +351,7 @@ def test_what_values_may_decide(how: str) -> None:
     model = OddAround(how)
     same = torch.full((8,), 10)
     program = ps.capture(model, (X, same))
-    with torch.no_grad():
+    with torch.set_grad_enabled(how in ("gradient", "derived")):
         assert torch.equal(program(X, same), model(X, same))
         if ODD[how][1]:
             assert torch.equal(program(X, SHORT), model(X, SHORT))
