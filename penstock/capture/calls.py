@@ -287,8 +287,9 @@ class Call:
             be another one for other values; `None` if none has.
         asked: which sizes: the dimensions of each leaf of the result; `GRADIENT` among them stands
             for whether it requires a gradient.
-        kept: of a call that looks at values, for each leaf of the result the class of a tensor, and
-            which leaf of `(args, kwargs)` it is, if it is one.
+        classes: of a call that looks at values, those of the tensors in its result.
+        same: which leaves of `(args, kwargs)` these are, where the Python around it may ask whether
+            two tensors are the same object.
         by_inputs: whether these may be values of the inputs alone.
     """
 
@@ -308,7 +309,8 @@ class Call:
     may_size: bool = field(default=False, compare=False, repr=False)
     asked_in: str | None = field(default=None, compare=False, repr=False)
     asked: dict[int, set[int]] = field(default_factory=dict, compare=False, repr=False)
-    kept: tuple[tuple[type, int | None], ...] = field(default=(), compare=False, repr=False)
+    classes: tuple[type | None, ...] = field(default=(), compare=False, repr=False)
+    same: tuple[int | None, ...] | None = field(default=None, compare=False, repr=False)
     by_inputs: bool = field(default=False, compare=False, repr=False)
     _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -316,6 +318,12 @@ class Call:
     def is_module(self) -> bool:
         """Whether the call is one of a closed submodule."""
         return isinstance(self.target, str)
+
+    @property
+    def may_matter(self) -> bool:
+        """Whether the Python around it goes by what values may decide, beyond those of a tensor."""
+        decides = self.looks and (self.result is not None or self.same is not None)
+        return bool(self.asked) or decides
 
     @property
     def sized_as(self) -> str | int:

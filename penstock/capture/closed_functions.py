@@ -22,8 +22,8 @@ from torch import nn
 
 from penstock.capture.applying import RECORDING
 from penstock.capture.calls import Call, Unrecordable
+from penstock.capture.code import impurity, is_the_models, names_of, uses_arrays
 from penstock.capture.functions import Whole
-from penstock.capture.purity import impurity, is_the_models, names_of, uses_arrays
 from penstock.capture.trees import tree_leaves
 
 _DATA = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -128,7 +128,7 @@ def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool
         sizes: to record it at.
         training: the mode.
     """
-    looking = [call for call in trace.calls if (call.looks or call.asked) and call.by_inputs]
+    looking = [call for call in trace.calls if call.by_inputs and call.may_matter]
     asked = {c.sized_as for c in looking if c.asked} - forward.opening.sized
     suspected = may_be_sized_by_values(trace) - forward.opening.sized
     chance = bool(suspected) and any(call.random for call in trace.calls)

@@ -7,21 +7,22 @@ with it when it runs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.capture.equality import same_constant
-from penstock.capture.trees import Structure, flatten, tree_leaves
+from penstock.capture.trees import Structure, flatten, map_leaves, tree_leaves
 from penstock.capture.watching import version_of
 from penstock.errors import InputError
 
 Expected = tuple[Any, ...] | None
-"""What a leaf of a result is: `("data", it)`, `("tensor", sizes, dtype, layout, gradient)`, or, if
-it is `None`, any object. Of the sizes, and of whether it requires a gradient, those are `None` for
-which nobody has asked.
+"""What a leaf of a result is: `("data", it)`, `("tensor", sizes, dtype, layout, kind, gradient)`, or,
+if it is `None`, any object. Of the sizes, and of whether it requires a gradient, those are `None`
+for which nobody has asked; the kind is its class.
 """
 
 
@@ -35,7 +36,7 @@ class Recorded:
         asker: the module whose Python has asked for sizes of its result; `None` if none has.
         structure: of the result.
         written: the leaves of `(args, kwargs)` that it changed in place.
-        kept: see `Call.kept`.
+        same: see `Call.same`.
     """
 
     label: str
@@ -43,7 +44,7 @@ class Recorded:
     asker: str | None
     structure: Structure | None
     written: frozenset[int]
-    kept: tuple[tuple[type, int | None], ...]
+    same: tuple[int | None, ...] | None
 
 
 def looking(
@@ -75,25 +76,52 @@ def looking(
             raise InputError(_decided(recorded, "changes what it is given, and did not"))
     if not holds_still(given, structure, (args, kwargs)):
         raise InputError(_decided(recorded, "changes a container that it is given, and did not"))
-    if kept_in(result, given) != recorded.kept:
-        raise InputError(_decided(recorded, "gives one of its arguments, or another class, unlike"))
+    if recorded.same is not None and same_as(result, given) != recorded.same:
+        raise InputError(_decided(recorded, "gives one of its arguments, or none, unlike"))
     return as_recorded(recorded, expected, result)
 
 
-def kept_in(result: Any, given: Sequence[Any]) -> tuple[tuple[type, int | None], ...]:
-    """The classes of the tensors in a result, and which leaves of the arguments they are.
+def same_as(result: Any, given: Sequence[Any]) -> tuple[int | None, ...]:
+    """Which leaves of the arguments, or earlier ones of the result, the tensors in a result are.
 
     Args:
         result: of a call.
         given: the leaves of its arguments.
     """
     places = {id(leaf): k for k, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
-    found: list[tuple[type, int | None]] = []
+    found = []
     for k, leaf in enumerate(tree_leaves(result)):
         if isinstance(leaf, torch.Tensor):
-            found.append((type(leaf), places.get(id(leaf))))
+            found.append(places.get(id(leaf)))
             places.setdefault(id(leaf), len(given) + k)
     return tuple(found)
+
+
+def apart(result: Any, given: Sequence[Any], written: Collection[int]) -> Any:
+    """A result whose tensors are objects of their own, each of them once.
+
+    One that is an argument, or there twice, may be another one for other values: under one name
+    they could not be told apart.
+
+    Args:
+        result: of a call.
+        given: the leaves of its arguments.
+        written: the ids of those that it has changed in place, which it may give.
+    """
+    taken = {id(leaf) for leaf in given if isinstance(leaf, torch.Tensor)}.difference(written)
+
+    def own(leaf: Any) -> Any:
+        plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if not plain or isinstance(leaf, nn.Parameter):
+            return leaf
+        if id(leaf) not in taken:
+            taken.add(id(leaf))
+            return leaf
+        other = torch.ops.aten.alias.default(leaf)
+        vars(other).update(vars(leaf))
+        return other
+
+    return map_leaves(own, result)
 
 
 def holds_still(leaves: Sequence[Any], structure: Structure | None, tree: object) -> bool:
@@ -131,9 +159,11 @@ def _differs(leaf: Any, told: tuple[Any, ...]) -> str:
         return "" if same else f"gives {now}, and not {told[1]!r} as"
     if not is_tensor:
         return f"gives {leaf!r}, and not a tensor as"
-    _, sizes, dtype, layout, gradient = told
+    _, sizes, dtype, layout, kind, gradient = told
     if (leaf.dtype, leaf.layout) != (dtype, layout):
         return f"gives a tensor of {leaf.dtype}, {leaf.layout}, and not of {dtype}, {layout} as"
+    if kind is not None and type(leaf) is not kind:
+        return f"gives a {type(leaf).__name__}, and not a {kind.__name__} as"
     if gradient is not None and leaf.requires_grad is not gradient:
         return f"gives a tensor of requires_grad={leaf.requires_grad}, and not {gradient} as"
     shape = tuple(leaf.shape)

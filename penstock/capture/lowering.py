@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -191,20 +191,22 @@ class _Lowering:
         """What is known of a call's result, and of its leaves, see `penstock.capture.looking`."""
         leaves = enumerate(tree_leaves((call.args, call.kwargs)))
         written = frozenset(k for k, leaf in leaves if leaf in call.mutates)
-        recorded = Recorded(call.label, call.path, call.asked_in, call.result, written, call.kept)
+        recorded = Recorded(call.label, call.path, call.asked_in, call.result, written, call.same)
         expected = [
-            self._expected(leaf, call.asked.get(k, set())) for k, leaf in enumerate(call.outputs)
+            self._expected(leaf, call.asked.get(k, set()), kind)
+            for k, (leaf, kind) in enumerate(zip_longest(call.outputs, call.classes))
         ]
         return self._constant(recorded), expected
 
-    def _expected(self, leaf: Any, asked: Collection[int]) -> Any:
+    def _expected(self, leaf: Any, asked: Collection[int], kind: type | None) -> Any:
         if not isinstance(leaf, TensorInfo):
             return None if leaf is OPAQUE else ("data", self._leaf(leaf))
         known = enumerate(leaf.shape)
         sizes = [None if k not in asked or isinstance(n, Irregular) else n for k, n in known]
         built = [None if n is None else self._leaf(n) for n in sizes]
         gradient = leaf.requires_grad if GRADIENT in asked else None
-        return "tensor", built, leaf.dtype, leaf.layout, gradient
+        built_kind = None if kind is None else self._constant(kind)
+        return "tensor", built, leaf.dtype, leaf.layout, built_kind, gradient
 
     def _add_module(self, path: str) -> None:
         self.leaves[_attribute_path(path)] = self.model.get_submodule(path)

@@ -51,6 +51,7 @@ from penstock.capture.closed_functions import (
     why_not_given,
     why_nothing_made,
 )
+from penstock.capture.code import asks_which
 from penstock.capture.functions import Applied, Whole, why_not, why_not_made
 from penstock.capture.interception import (
     CLOSING,
@@ -67,7 +68,7 @@ from penstock.capture.interception import (
     is_plain,
 )
 from penstock.capture.known import Known
-from penstock.capture.looking import holds_still, kept_in
+from penstock.capture.looking import apart, holds_still, same_as
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
 from penstock.capture.outside import UsedOutside, common_owner, leads_outside
@@ -728,22 +729,27 @@ class Recorder(TorchFunctionMode):
         may_size = watch.may_size or (has_python and self._gave_values)
         sizing = self.sizings.of_call(call, result, may_size, self.weightless is not None)
         if call.looks:
-            call.kept = kept_in(result, tree_leaves((args, kwargs)))
-            self._check_new(call, result)
+            result = self._as_its_own(call, args, kwargs, result)
         return result, sizing
 
-    def _check_new(self, call: Call, result: Any) -> None:
-        """Raise if a closed function gives an object that has a name already, or one twice.
+    def _as_its_own(self, call: Call, args: Any, kwargs: Any, result: Any) -> Any:
+        """The result of a call that looks at values, as objects that have no name yet.
 
-        Both are one object with one name then, and for other values they would be two.
+        Where the Python around it may ask whether they are others, they stay, and are compared when
+        it runs; a closed function gives none of its arguments then.
         """
-        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        named = (self.known.get(x) for x in tensors)
-        is_old = any(name is not None and name not in call.mutates for name in named)
-        is_twice = len({*map(id, tensors)}) < len(tensors)
-        if isinstance(call.target, ClosedFunction) and (is_old or is_twice):
+        given, leaves = tree_leaves((args, kwargs)), tree_leaves(result)
+        call.classes = tuple(type(x) if isinstance(x, torch.Tensor) else None for x in leaves)
+        if not asks_which(sys._getframe(1), Recorder.run.__code__):
+            written = {id(x) for x in given if self.known.get(x) in call.mutates}
+            return apart(result, given, written)
+        call.same = same_as(result, given)
+        if isinstance(call.target, ClosedFunction) and any(
+            place is not None for place in call.same
+        ):
             why = "which gives one of its arguments, or a tensor twice"
             raise Unclosable(call.path, call.target.function, why)
+        return result
 
     def _has_own_python(self, module: nn.Module) -> bool:
         """Whether a module that is not watched may look at values nevertheless."""

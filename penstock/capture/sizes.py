@@ -168,7 +168,7 @@ def decided_otherwise(one: Trace, other: Trace) -> Call | None:
     for call in one.calls:
         again = found.get(call.identity, call)
         data = ([x for x in c.outputs if not isinstance(x, TensorInfo)] for c in (call, again))
-        alike = call.result == again.result and call.kept == again.kept and same(*data)
+        alike = call.result == again.result and call.same == again.same and same(*data)
         if call.looks and call.target and not alike:
             return call
     return None

@@ -1,7 +1,8 @@
-"""Whether a plain function does the same whenever it is called with the same, and nothing else.
+"""What the code of Python functions says of them.
 
-Its code says so: it must write no attributes and no variables but its own, and use none that may
-hold anything else at another time. What it does with its arguments is seen when it runs.
+A plain function does the same whenever it is called with the same, and nothing else, if it writes
+no attributes and no variables but its own, and uses none that may hold anything else at another
+time. What it does with its arguments is seen when it runs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import builtins
 import dis
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -148,3 +149,46 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return all(map(_is_constant, value))
     return isinstance(value, _CONSTANTS)
+
+
+_OF_THE_OBJECT = frozenset(
+    "id is_leaf grad_fn _is_view _base detach_ data_ptr WeakTensorKey".split()
+)
+"""Names by which code asks which object a tensor is, or whether it is a view of another one."""
+
+
+def asks_which(frame: FrameType | None, until: CodeType) -> bool:
+    """Whether the model's Python that runs may ask whether two tensors are the same object.
+
+    Args:
+        frame: what runs.
+        until: the code of what has called the model.
+    """
+    while frame is not None and frame.f_code is not until:
+        if is_the_models(frame.f_globals) and any(
+            _compares(code, frame.f_globals) for code in _codes(frame.f_code)
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _compares(code: CodeType, names: Mapping[str, Any]) -> bool:
+    """Whether code compares objects by what they are, other than with constants and classes."""
+    if not _OF_THE_OBJECT.isdisjoint(code.co_names):
+        return True
+    before: dis.Instruction | None = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IS_OP" and before is not None:
+            is_constant = before.opname == "LOAD_CONST"
+            if not is_constant and not isinstance(_global(before, names), type):
+                return True
+        before = instruction
+    return False
+
+
+def _global(instruction: dis.Instruction, names: Mapping[str, Any]) -> Any:
+    """The variable of a Python module, or of Python itself, that an instruction loads."""
+    if instruction.opname != "LOAD_GLOBAL":
+        return None
+    return names.get(instruction.argval, getattr(builtins, instruction.argval, None))
