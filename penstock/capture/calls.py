@@ -262,6 +262,10 @@ def casting_now() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple([(d, torch.get_autocast_dtype(d)) for d in on])
 
 
+Same = tuple[tuple[int | None, bool], ...]
+"""Of every tensor in a result which leaf of the arguments it is, and whether it is a view."""
+
+
 @dataclass(slots=True)
 class Call:
     """One recorded operation.
@@ -288,8 +292,8 @@ class Call:
         asked: which sizes: the dimensions of each leaf of the result; `GRADIENT` among them stands
             for whether it requires a gradient.
         classes: of a call that looks at values, those of the tensors in its result.
-        same: which leaves of `(args, kwargs)` these are, where the Python around it may ask whether
-            two tensors are the same object.
+        same: which leaves of `(args, kwargs)` these are, and whether they are views of others,
+            where Python may ask which object a tensor is.
         by_inputs: whether these may be values of the inputs alone.
     """
 
@@ -310,7 +314,7 @@ class Call:
     asked_in: str | None = field(default=None, compare=False, repr=False)
     asked: dict[int, set[int]] = field(default_factory=dict, compare=False, repr=False)
     classes: tuple[type | None, ...] = field(default=(), compare=False, repr=False)
-    same: tuple[int | None, ...] | None = field(default=None, compare=False, repr=False)
+    same: Same | None = field(default=None, compare=False, repr=False)
     by_inputs: bool = field(default=False, compare=False, repr=False)
     _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 

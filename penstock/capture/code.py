@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -156,39 +159,49 @@ _OF_THE_OBJECT = frozenset(
 )
 """Names by which code asks which object a tensor is, or whether it is a view of another one."""
 
+_CLASSES = frozenset("bool int float str list tuple dict set type".split())
+_MOST_CODES = 1 << 14
 
-def asks_which(frame: FrameType | None, until: CodeType) -> bool:
-    """Whether the model's Python that runs may ask whether two tensors are the same object.
+
+def codes_running(frame: FrameType | None, until: CodeType) -> Iterator[CodeType]:
+    """The code of the model's own Python that runs.
 
     Args:
         frame: what runs.
         until: the code of what has called the model.
     """
     while frame is not None and frame.f_code is not until:
-        if is_the_models(frame.f_globals) and any(
-            _compares(code, frame.f_globals) for code in _codes(frame.f_code)
-        ):
-            return True
+        if is_the_models(frame.f_globals):
+            yield from _codes(frame.f_code)
         frame = frame.f_back
-    return False
 
 
-def _compares(code: CodeType, names: Mapping[str, Any]) -> bool:
-    """Whether code compares objects by what they are, other than with constants and classes."""
+def codes_of(model: nn.Module) -> Iterator[CodeType]:
+    """The code of a model's classes, of functions that its modules hold, and beside the classes."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    theirs = [kind for kind in kinds if not _is_trusted(kind.__module__)]
+    homes = {kind.__module__ for kind in theirs}
+    held: list[Any] = [value for module in model.modules() for value in vars(module).values()]
+    held += [value for kind in theirs for value in vars(kind).values()]
+    held += [value for home in homes for value in list(vars(sys.modules.get(home, sys)).values())]
+    for value in held:
+        function = getattr(value, "fget", getattr(value, "__func__", value))
+        inner = inspect.unwrap(function) if isinstance(function, FunctionType) else None
+        if isinstance(inner, FunctionType) and is_the_models(inner.__globals__):
+            yield from _codes(inner.__code__)
+
+
+@lru_cache(_MOST_CODES)
+def asks_which(code: CodeType) -> bool:
+    """Whether code may ask which object a tensor is, other than whether it is a constant."""
     if not _OF_THE_OBJECT.isdisjoint(code.co_names):
         return True
     before: dis.Instruction | None = None
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IS_OP" and before is not None:
-            is_constant = before.opname == "LOAD_CONST"
-            if not is_constant and not isinstance(_global(before, names), type):
+            named = str(before.argval).rpartition(".")[2]
+            is_class = before.opname == "LOAD_GLOBAL" and (named in _CLASSES or named[:1].isupper())
+            if not is_class and before.opname != "LOAD_CONST":
                 return True
         before = instruction
     return False
-
-
-def _global(instruction: dis.Instruction, names: Mapping[str, Any]) -> Any:
-    """The variable of a Python module, or of Python itself, that an instruction loads."""
-    if instruction.opname != "LOAD_GLOBAL":
-        return None
-    return names.get(instruction.argval, getattr(builtins, instruction.argval, None))

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.capture.calls import Same
 from penstock.capture.equality import same_constant
 from penstock.capture.trees import Structure, flatten, map_leaves, tree_leaves
 from penstock.capture.watching import version_of
 from penstock.errors import InputError
 
 Expected = tuple[Any, ...] | None
-"""What a leaf of a result is: `("data", it)`, `("tensor", sizes, dtype, layout, kind, gradient)`, or,
-if it is `None`, any object. Of the sizes, and of whether it requires a gradient, those are `None`
-for which nobody has asked; the kind is its class.
+"""What a leaf of a result is: `("data", it)` or `("tensor", sizes, dtype, layout, kind, gradient)`.
+
+If it is `None`, it may be any object. Of the sizes, and of whether a gradient is required, what
+nobody has asked for is `None`; the kind is its class.
 """
 
 
@@ -44,7 +46,7 @@ class Recorded:
     asker: str | None
     structure: Structure | None
     written: frozenset[int]
-    same: tuple[int | None, ...] | None
+    same: Same | None
 
 
 def looking(
@@ -81,8 +83,10 @@ def looking(
     return as_recorded(recorded, expected, result)
 
 
-def same_as(result: Any, given: Sequence[Any]) -> tuple[int | None, ...]:
+def same_as(result: Any, given: Sequence[Any]) -> Same:
     """Which leaves of the arguments, or earlier ones of the result, the tensors in a result are.
+
+    And whether they are views of others.
 
     Args:
         result: of a call.
@@ -92,7 +96,7 @@ def same_as(result: Any, given: Sequence[Any]) -> tuple[int | None, ...]:
     found = []
     for k, leaf in enumerate(tree_leaves(result)):
         if isinstance(leaf, torch.Tensor):
-            found.append(places.get(id(leaf)))
+            found.append((places.get(id(leaf)), leaf._is_view()))
             places.setdefault(id(leaf), len(given) + k)
     return tuple(found)
 

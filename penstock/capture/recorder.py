@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -51,7 +51,7 @@ from penstock.capture.closed_functions import (
     why_not_given,
     why_nothing_made,
 )
-from penstock.capture.code import asks_which
+from penstock.capture.code import asks_which, codes_of, codes_running
 from penstock.capture.functions import Applied, Whole, why_not, why_not_made
 from penstock.capture.interception import (
     CLOSING,
@@ -227,6 +227,7 @@ class Recorder(TorchFunctionMode):
         self._open: list[str] = [""]
         self._inside = 0
         self._gave_values = False  # to the Python of a call
+        self._compares_objects: bool | None = None  # which object a tensor is, by the model's code
         self._arrays_of: FunctionType | None = None  # the closed function that gave the last
         self._refused: Unrecordable | None = None  # the first, which the model's Python may catch
         self._seen: Counter[str] = Counter()
@@ -424,6 +425,9 @@ class Recorder(TorchFunctionMode):
         known = self.known.get(leaf) if isinstance(leaf, np.ndarray) else None
         if known is None:
             return leaf
+        running = codes_running(sys._getframe(1), _CALLERS[1])
+        if any("ndarray" in code.co_names for code in running):
+            raise Unclosable(self._open[-1], function, "and may ask for the class of what it gives")
 
         def refuse() -> Unclosable:
             problem = Unclosable(self._open[-1], function, "and looks into the array that it gives")
@@ -506,8 +510,9 @@ class Recorder(TorchFunctionMode):
         if name in GRADIENTS:
             self.reading.note_requires_grad(leaves)
             self._note_gradients(leaves)
-        if name in LAYOUT:
+        if name in LAYOUT or name == "storage_offset":
             self._check_strides(leaves)
+        if name in LAYOUT:
             self._check_layout(name, leaves)
         if name in STATE:
             self.reading.note_state(name, leaves)
@@ -740,16 +745,21 @@ class Recorder(TorchFunctionMode):
         """
         given, leaves = tree_leaves((args, kwargs)), tree_leaves(result)
         call.classes = tuple(type(x) if isinstance(x, torch.Tensor) else None for x in leaves)
-        if not asks_which(sys._getframe(1), Recorder.run.__code__):
+        if not self._asks_which(sys._getframe(1)):
             written = {id(x) for x in given if self.known.get(x) in call.mutates}
             return apart(result, given, written)
         call.same = same_as(result, given)
-        if isinstance(call.target, ClosedFunction) and any(
-            place is not None for place in call.same
-        ):
+        is_old = any(place is not None for place, _ in call.same)
+        if isinstance(call.target, ClosedFunction) and is_old:
             why = "which gives one of its arguments, or a tensor twice"
             raise Unclosable(call.path, call.target.function, why)
         return result
+
+    def _asks_which(self, frame: FrameType) -> bool:
+        """Whether the model's Python may ask which object a tensor is."""
+        if self._compares_objects is None:
+            self._compares_objects = any(map(asks_which, codes_of(self.model)))
+        return self._compares_objects or any(map(asks_which, codes_running(frame, _CALLERS[1])))
 
     def _has_own_python(self, module: nn.Module) -> bool:
         """Whether a module that is not watched may look at values nevertheless."""

@@ -21,6 +21,15 @@ _ODD = 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
+_SIZED_BY_VALUES = frozenset(
+    """
+    aten.tensor_split.tensor_indices_or_sections aten._indices.default aten._values.default
+    aten.indices.default aten.values.default aten.crow_indices.default aten.col_indices.default
+    aten.ccol_indices.default aten.row_indices.default aten._nnz.default
+    """.split()
+)
+"""Operators whose results are as large as values say, and whose tags do not say so."""
+
 KNOWN_OPERATORS = frozenset(["aten", "prim", "prims"])
 """Namespaces of operators whose tags say whether they look at values."""
 
@@ -49,6 +58,8 @@ class OperatorWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         known = self._known
         self.looks |= func.namespace not in KNOWN_OPERATORS
+        if str(func) in _SIZED_BY_VALUES:
+            self.looks = self.may_size = True
         result = func(*args, **kwargs) if known is None else known.run(func, args, kwargs)
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if torch.Tag.data_dependent_output in func.tags:
