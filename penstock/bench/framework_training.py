@@ -153,7 +153,7 @@ def with_accelerate(model: Any, options: Options) -> Pipeline | None:
         accelerator.backward(_loss_of(prepared, batch))
         optimizer.step()
         optimizer.zero_grad()
-    return getattr(prepared, "pipe", None)
+    return None if options is None else prepared.late.pipe
 
 
 FRAMEWORKS: dict[str, Train] = {

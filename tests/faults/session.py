@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.board.dump import SUFFIX
 from tests.faults import traps
 from tests.faults.traps import Loss, Touchy, Trap, build
 from tests.support.models import uniform_plan
@@ -341,11 +342,13 @@ def command_of(pid: int) -> str:
 
 
 def open_files() -> dict[int, str]:
-    """The files that this process has open."""
+    """The files that this process has open, but for that of its stacks, which stays open."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
+        if not target.endswith(SUFFIX):
+            found[int(name)] = target
     return found
