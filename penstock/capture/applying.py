@@ -22,7 +22,13 @@ from penstock.torch_internals import APPLY_IS_IN_C, applied_by, plain_apply
 _MOST_FUNCTIONS = 1024
 
 
-class _Recorder(Protocol):
+class Noticing(Protocol):
+    """What is asked of a recording by what stands in the place of functions.
+
+    Attributes:
+        model: whose forward runs.
+    """
+
     model: nn.Module
 
     def apply_function(
@@ -54,7 +60,7 @@ class _Recording(threading.local):
         recorder: what sees the forward that runs; `None` if none is recorded.
     """
 
-    recorder: _Recorder | None = None
+    recorder: Noticing | None = None
 
 
 RECORDING = _Recording()

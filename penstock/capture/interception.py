@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from penstock.capture.applying import RECORDING, Applies, bound_applies, stand_in
+from penstock.capture.applying import RECORDING, Applies, Noticing, bound_applies, stand_in
 from penstock.capture.closed_functions import ClosedFunctions
 from penstock.capture.reads import SETTINGS, Reading
 from penstock.errors import CaptureError
@@ -132,17 +132,15 @@ class Patch(NamedTuple):
             setattr(self.owner, self.name, self.original)
 
 
-class Interceptor(Protocol):
+class Interceptor(Noticing, Protocol):
     """What is called in the place of modules, and sees what a forward does.
 
     Attributes:
-        model: whose forward runs.
         functions: which plain functions are closed.
         reading: notes what its Python reads.
         patches: that are in force.
     """
 
-    model: nn.Module
     functions: ClosedFunctions
     reading: Reading
     patches: list[Patch]
@@ -159,27 +157,6 @@ class Interceptor(Protocol):
         kwargs: dict[str, Any],
     ) -> Any:
         """What `module(*args, **kwargs)` does; `call` is `nn.Module.__call__`."""
-
-    def apply_function(
-        self,
-        function: type[torch.autograd.Function],
-        apply: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
-
-    def call_function(
-        self,
-        function: FunctionType,
-        plain: FunctionType,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What the closed function does; `plain` has its code."""
-
-    def note_values(self) -> None:
-        """Python gets a tensor's values by way of something else."""
 
     def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
         """Raise if the Python that runs now may not apply a function where nobody sees it."""

@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.board.dump import SUFFIX
+from penstock.board.dump import offer_dumps
+from penstock.board.runs import folders
 from tests.faults import traps
 from tests.faults.traps import Loss, Touchy, Trap, build
 from tests.support.models import uniform_plan
@@ -99,6 +100,7 @@ class Session:
         self.tell = tell
         self.problems: list[str] = []
         self.loss: Any = Loss()
+        offer_stacks()
         self._files = open_files()
         self._later: threading.Thread | None = None
 
@@ -341,14 +343,19 @@ def command_of(pid: int) -> str:
         return "gone"
 
 
+def offer_stacks() -> None:
+    """Open the file of this process's stacks, which stays open, where its first pipeline would."""
+    folder = next(iter(folders()))
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    offer_dumps(folder)
+
+
 def open_files() -> dict[int, str]:
-    """The files that this process has open, but for that of its stacks, which stays open."""
+    """The files that this process has open."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
-        if not target.endswith(SUFFIX):
-            found[int(name)] = target
     return found

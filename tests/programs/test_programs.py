@@ -44,16 +44,8 @@ def test_the_audit_finds_what_nobody_looks_at() -> None:
     assert all(each.why.startswith("AuditError") for each in audited)
 
 
-JUST = (
-    "rows depend on the other rows of the batch",
-    "whose size depends on values",
-    "are to be recomputed, which would disturb",
-    "That depends on values, which made no difference in the example",
-)
-"""Why programs are refused: results that cannot be put together, and what replicas do not do.
-
-And what a module gives by values, if it is not what it gave for the example.
-"""
+JUST = ("rows depend on the other rows of the batch", "are to be recomputed, which would disturb")
+"""Why programs are refused: results that cannot be put together, and what replicas do not do."""
 
 
 def on_replicas(numbers: range) -> Counter[str]:
@@ -74,4 +66,4 @@ def test_programs_on_any_number_of_replicas() -> None:
 @pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("start", range(8, 488, 40))
 def test_many_programs_on_any_number_of_replicas(start: int) -> None:
-    assert on_replicas(range(start, start + 40))["right"] >= 18
+    assert on_replicas(range(start, start + 40))["right"] >= 25
