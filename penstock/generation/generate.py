@@ -304,6 +304,8 @@ class Generator:
 
     def _over(self, one: _Running, result: Any = None, error: Exception | None = None) -> None:
         self._running.remove(one)
+        if error is not None:  # its traceback may keep states
+            self._sessions.abandon(one.session)
         one.job.result, one.job.error, one.job.is_over = result, error, True
         self._ended.append(one.job)
 
@@ -457,7 +459,9 @@ def _tokens(
     check_apart(groups)
     beams = int(_setting(model, args, kwargs, "num_beams") or 1)
     _check_streamer(groups, options, beams if _is_of_transformers(model) else 1)
-    groups = [with_own_assistant(with_own_numbers(group)) for group in groups]
+    returned = int(_setting(model, args, kwargs, "num_return_sequences") or 1)
+    repeats = returned if beams == 1 else 1  # beams of a sequence have its number
+    groups = [with_own_assistant(with_own_numbers(group, repeats)) for group in groups]
     most = options.in_flight or sessions.most
     jobs = [Job(group, seed_of(seed, group.rows[0]), options.stream) for group in groups]
     generator = Generator(model, sessions, most, threads)
@@ -627,8 +631,12 @@ def _have_hooks(model: nn.Module) -> None:
             _have_hooks(child)
 
 
+_FIXED = frozenset({"static", "offloaded_static", "hybrid", "hybrid_chunked", "sliding_window"})
+"""Kinds of caches that have their full length from the beginning."""
+
+
 def _check_settings(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if transformers' `generate` would change the model that all groups share.
+    """Raise if transformers' `generate` would change what groups share, or read their states.
 
     Raises:
         InputError: it would.
@@ -648,6 +656,16 @@ def _check_settings(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
             "cache_implementation='paged' has generate() set another attention in the model, and "
             "run batches of its own without calling the model. Leave it out: with a list of "
             "prompts, the next one begins as soon as one has ended"
+        )
+    cache, mask = (
+        _setting(model, args, kwargs, "cache_implementation"),
+        kwargs.get("attention_mask"),
+    )
+    if cache in _FIXED and isinstance(mask, torch.Tensor) and not mask.all():
+        raise InputError(
+            f"cache_implementation={cache!r} has generate() make masks for padded prompts of what "
+            "the cache says, in the script, and its tensors are with the workers. Leave it out; or "
+            "give prompts of different lengths as a list, without padding"
         )
 
 

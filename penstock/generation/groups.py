@@ -100,14 +100,21 @@ def check_apart(groups: Sequence[Group]) -> None:
             )
 
 
-def with_own_numbers(group: Group) -> Group:
-    """A group whose functions are told the numbers that its sequences have in the batch."""
+def with_own_numbers(group: Group, repeats: int) -> Group:
+    """A group whose functions are told the numbers that its sequences have in the batch.
+
+    Args:
+        group: as it is given.
+        repeats: how often each sequence is among those that functions are told of.
+    """
     allowed = group.kwargs.get("prefix_allowed_tokens_fn")
     if allowed is None or not group.rows[0]:
         return group
 
+    first = group.rows[0] * repeats
+
     def shifted(row: int, tokens: torch.Tensor) -> Any:
-        return allowed(group.rows[0] + row, tokens)
+        return allowed(first + row, tokens)
 
     return replace(group, kwargs={**group.kwargs, "prefix_allowed_tokens_fn": shifted})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -28,6 +29,7 @@ from penstock.serving.refusal import Refusal
 from penstock.serving.served import Served
 from penstock.serving.text import Text
 
+_LOG = logging.getLogger("penstock")
 _BODY = 16 << 20  # bytes that a request may have
 _WRITING = 10.0
 """Seconds for which a response may wait for its client after the time of the request."""
@@ -214,6 +216,11 @@ class Endpoints:
             except (_Gone, ClientDisconnect):
                 self._counts.ended("gone", since)
                 return Response(status_code=_CLOSED)
+            except Exception as error:
+                _LOG.exception("a request has failed")
+                failure = Refusal(500, f"{type(error).__name__}: {error}", code="internal_error")
+                self._count(failure, since)
+                return _refused(failure)
 
         return endpoint
 
@@ -389,6 +396,8 @@ async def _body(request: Request) -> dict[str, Any]:
         found = msgspec.json.decode(bytes(content))
     except msgspec.DecodeError as error:
         raise Refusal(400, f"the body is no JSON: {error}", code="no_json") from error
+    except RecursionError as error:
+        raise Refusal(400, "the body is nested too deeply", code="no_json") from error
     if not isinstance(found, dict):
         raise Refusal(400, "the body must be an object of JSON", code="no_object")
     return found

@@ -83,9 +83,11 @@ _SAMPLING = {
     "top_p": _Range(0, 1, is_open=True),
     "top_k": _Range(1, math.inf, kind=int),
     "min_p": _Range(0, 1),
-    "repetition_penalty": _Range(0, math.inf, is_open=True),
+    "repetition_penalty": _Range(1e-3, 1e3),
 }
 """Arguments of `generate` that a request may have; all but the last one are of sampling."""
+
+_COLDEST = 1e-4  # below, the most likely token is chosen: logits divided by less may be infinite
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,7 @@ def _sampling(fields: _Fields) -> dict[str, Any]:
         if (value := fields.take(name)) is not None
     }
     penalty = {k: found.pop(k) for k in ("repetition_penalty",) if k in found}
-    if found.get("temperature") == 0:
+    if found.get("temperature", 1) < _COLDEST:
         return {"do_sample": False, **penalty}
     return {**found, **penalty, **({"do_sample": True} if found else {})}
 

@@ -26,9 +26,10 @@ class _Held(weakref.ref["Value"]):
     or of `__del__` a Ctrl-C would be lost.
     """
 
-    __slots__ = ("number", "shape", "stage")
+    __slots__ = ("number", "session", "shape", "stage")
 
     number: int
+    session: int
     shape: Shape
     stage: int
 
@@ -41,11 +42,18 @@ class Living:
         self._gone: deque[_Held] = deque()  # of which the workers have not heard yet
         self._lost: deque[int] = deque()  # nor of these
 
-    def add(self, value: Value, shape: Shape) -> None:
-        """Note a value that a worker keeps as long as somebody has it."""
+    def add(self, value: Value, shape: Shape, session: int) -> None:
+        """Note a value of a session that a worker keeps as long as somebody has it."""
         held = _Held(value, self._gone.append)
         held.number, held.stage, held.shape = value.number, value.stage, shape
+        held.session = session
         self._held[value.number] = held
+
+    def abandon(self, session: int) -> None:
+        """Note that all values of a session can go, whoever has them: a traceback, say."""
+        for number in [k for k, held in self._held.items() if held.session == session]:
+            del self._held[number]
+            self._lost.append(number)
 
     def lose(self, numbers: Iterable[int]) -> None:
         """Note values that workers may have and that nobody will ever have."""
@@ -53,9 +61,8 @@ class Living:
 
     def drain(self) -> list[int]:
         """The numbers of values that the workers are to let go of with what is sent next."""
-        gone = [self._gone.popleft().number for _ in range(len(self._gone))]
-        for number in gone:
-            self._held.pop(number, None)
+        died = [self._gone.popleft().number for _ in range(len(self._gone))]
+        gone = [number for number in died if self._held.pop(number, None) is not None]
         return gone + [self._lost.popleft() for _ in range(len(self._lost))]
 
     def by_stage(self) -> dict[int, int]:
@@ -77,6 +84,7 @@ class Value:
         replica: of that stage.
         shape: of the value.
         made: how its sizes depend on those of the inputs of the pass that made it.
+        session: the number of the session that it belongs to.
         living: is called when nobody has it any more.
 
     Attributes:
@@ -92,6 +100,7 @@ class Value:
         replica: int,
         shape: Shape,
         made: tuple[int | Size | Irregular, ...],
+        session: int,
         living: Living,
     ) -> None:
         self.number = number
@@ -100,7 +109,7 @@ class Value:
         self.made = made
         self.living = living
         self.is_copied = False
-        living.add(self, shape)
+        living.add(self, shape, session)
 
     def __reduce__(self) -> Any:
         """As it is in another process, which gets results but not the workers' values."""

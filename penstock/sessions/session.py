@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -99,6 +100,7 @@ class Sessions:
         self._in_flight = in_flight
         self._kept = 0
         self._open: WeakSet[Session] = WeakSet()
+        self._numbers = count()  # of sessions
         self._living = Living()
         self._opened_modules = Opened(program)
         self._passes = 0
@@ -135,7 +137,8 @@ class Sessions:
         replicas = self._runner.plan.replicas
         taken = Counter(session.replica % replicas for session in self._open)
         replica = min(range(replicas), key=lambda number: taken[number])
-        session = Session(self, Growing(batch_dim, dynamic), replica, frozenset(states))
+        growing = Growing(batch_dim, dynamic)
+        session = Session(self, growing, replica, next(self._numbers), frozenset(states))
         self._open.add(session)
         return session
 
@@ -425,12 +428,12 @@ class Sessions:
     def _leaves_of(self, done: SessionPass, outcome: Outcome) -> list[Any]:
         """The leaves of the model's result, of which states are `Resident`s."""
         origins, shapes, (values,) = done.way.origins, outcome.kept, outcome.parts
-        first, replica, living = done.states.first, done.session.replica, self._living
+        first, session, living = done.states.first, done.session, self._living
         homes = self._runner.homes
         leaves = list(origins.leaves)
         for k, stage, made in origins.kept:
             shape = shapes[first + k]
-            value = Value(first + k, stage, replica, shape, made, living)
+            value = Value(first + k, stage, session.replica, shape, made, session.number, living)
             leaves[k] = Resident(shape, homes[stage], Seen(value))
         for k, leaf in origins.passed:
             leaves[k] = done.leaves[leaf]
@@ -495,6 +498,10 @@ class Sessions:
             result.append(leaf)
         return result
 
+    def abandon(self, session: Session) -> None:
+        """Have nobody need the states of a session any more, though somebody may have them."""
+        self._living.abandon(session.number)
+
     def drop(self) -> None:
         """Let the workers let go of what nobody has any more; no pass is under way."""
         if self.together.has_failed:
@@ -550,10 +557,11 @@ class Session:
         sessions: of the pipeline.
         growing: which sizes grow.
         replica: that has the states.
+        number: of it, among all sessions.
         states: parts of the result that are states, besides plain objects.
 
     Attributes:
-        growing, replica, states: as given.
+        growing, replica, number, states: as given.
         familiar: the last call, which the next is compared with.
         result: what it returned.
     """
@@ -563,11 +571,13 @@ class Session:
         sessions: Sessions,
         growing: Growing,
         replica: int,
+        number: int,
         states: frozenset[int | str] = frozenset(),
     ) -> None:
         self._sessions = sessions
         self.growing = growing
         self.replica = replica
+        self.number = number
         self.states = states
         self.familiar: Familiar | None = None
         self.result: FamiliarResult | None = None

@@ -110,3 +110,24 @@ def test_interrupted() -> None:
 def generate_for_ever(pipe: ps.Pipeline, ids: torch.Tensor) -> None:
     while True:
         pipe.generate(ids, max_new_tokens=60, min_new_tokens=60)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_generation_that_fails_leaves_no_states(kind: Any) -> None:
+    """Though the error is kept, whose traceback has them."""
+    model, ids = gpt2(), tokens(4)
+
+    def failing(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if seen.shape[1] > 9:
+            raise LookupError("on purpose")
+        return scores
+
+    with pipeline(model, kind) as pipe:
+        errors = []
+        for _ in range(2):
+            with pytest.raises(LookupError) as found:
+                pipe.generate(ids, max_new_tokens=8, logits_processor=[failing])
+            errors.append(found.value)
+        assert not [note for note in pipe.status().notes if "states of sessions" in note]
+        again = pipe.generate(ids, max_new_tokens=8, group_size=2)
+    assert torch.equal(again, padded(expected(model, [ids[:2], ids[2:]], max_new_tokens=8)))

@@ -38,6 +38,26 @@ def test_beams_are_numbered_in_the_batch() -> None:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 3}])
+def test_functions_are_told_the_rows_of_those_that_are_returned(
+    options: dict[str, Any], as_list: bool
+) -> None:
+    model, ids = gpt2(), tokens()
+    options = {"max_new_tokens": 2, "num_return_sequences": 2, **options}
+    own: list[int] = []
+    called: list[int] = []
+
+    def noting(rows: list[int]) -> Any:
+        return lambda row, _: rows.append(row) or [10 + row, 20 + row]
+
+    model.generate(ids, prefix_allowed_tokens_fn=noting(own), **options)
+    with pipeline(model) as pipe:
+        given = list(ids) if as_list else ids
+        pipe.generate(given, prefix_allowed_tokens_fn=noting(called), **options)
+    assert sorted(called) == sorted(own)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
 def test_functions_are_told_the_rows_of_the_batch(as_list: bool) -> None:
     model, ids = gpt2(), tokens()
 

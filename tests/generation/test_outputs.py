@@ -170,6 +170,17 @@ def test_a_static_cache_that_transformers_would_compile() -> None:
     assert torch.equal(found, wanted)
 
 
+def test_a_static_cache_with_padded_prompts_is_refused() -> None:
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    options: dict[str, Any] = {"max_new_tokens": 4, "cache_implementation": "static"}
+    with pipeline(gpt2()) as pipe:
+        with pytest.raises(ps.InputError, match="cache_implementation='static'"):
+            pipe.generate(ids, attention_mask=mask, **options)
+        pipe.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
 def language_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
 

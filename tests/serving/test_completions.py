@@ -51,6 +51,7 @@ def test_sampling_is_what_generate_takes(reader: Reader) -> None:
 
     assert arguments() == {}  # the model's own generation_config decides
     assert arguments(temperature=0, top_p=0.5) == {"do_sample": False}
+    assert arguments(temperature=1e-300) == {"do_sample": False}  # logits / 1e-300 is infinite
     assert arguments(temperature=0.5) == {"do_sample": True, "temperature": 0.5}
     assert arguments(top_p=0.5, top_k=3) == {"do_sample": True, "top_p": 0.5, "top_k": 3}
     assert arguments(repetition_penalty=2) == {"repetition_penalty": 2.0}
@@ -87,6 +88,7 @@ def test_jobs(reader: Reader) -> None:
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),

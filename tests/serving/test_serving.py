@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -13,6 +14,10 @@ import pytest
 import torch
 
 from penstock.generation.seeds import seed_of
+from penstock.serving import Served
+from penstock.serving.app import Endpoints
+from penstock.serving.completions import Reader
+from penstock.serving.counting import Counts
 from tests.serving.expected import numbers, result_of, tokens_of
 from tests.serving.models import CONTEXT, gpt2, letters, net, t5
 from tests.serving.running import TIMEOUT, Running, running
@@ -202,6 +207,7 @@ def test_what_is_wrong_is_told_as_openai_does(client: openai.OpenAI) -> None:
         (b"{", 400, "no JSON"),
         (b"[]", 400, "an object"),
         (b"\xff", 400, "no JSON"),
+        (b"[" * 100_000, 400, "nested too deeply"),
         (b'{"prompt": "' + b"a" * (17 << 20) + b'"}', 413, "more than"),
     ],
 )
@@ -211,6 +217,26 @@ def test_bodies_that_are_no_request(
     found = server.client.post("/v1/completions", content=content)
     assert found.status_code == status
     assert message in found.json()["error"]["message"]
+
+
+class Failing(Reader):
+    def completion(self, body: dict[str, Any]) -> Any:
+        raise LookupError("on purpose")
+
+
+def test_a_failure_of_the_server_has_openais_form() -> None:
+    served, nothing = Served.of((gpt2(), letters()), "gpt2"), cast(Any, None)
+    counts = Counts(nothing, lambda: 0, dict)
+    app = Endpoints(served, nothing, counts, TIMEOUT, Failing(served, 32)).app()
+
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await client.post("/v1/completions", json={"prompt": "ab"})
+
+    found = asyncio.run(answer())
+    assert found.status_code == 500
+    assert found.json()["error"]["message"] == "LookupError: on purpose"
 
 
 def test_what_there_is(server: Running, client: openai.OpenAI) -> None:
