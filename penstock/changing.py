@@ -12,9 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from msgspec.structs import replace as replace_fields
-from torch import nn
 
 from penstock.audit.pace import Setting
 from penstock.devices.choice import Devices
@@ -33,7 +31,6 @@ from penstock.weights import Weights
 from penstock.workers.backend import Workers
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.memories import SideEffects
-from penstock.workers.optimizer_parts import Groups, Parts
 
 Planning = Callable[[Replanning], Planned]
 """Finds a plan, which may be that in use; see `better_plan`, which is one."""
@@ -125,36 +122,6 @@ def with_one_replica(request: Request, plan: Plan, left: SideEffects) -> tuple[R
         "micro-batch, which other processes would not see."
     )
     return replace(request, replicas=1), why
-
-
-class Dividing:
-    """Makes the workers' parts of optimizers; it does not keep the pipeline alive.
-
-    Args:
-        model: whose parameters they update.
-
-    Attributes:
-        workers: that there are now.
-    """
-
-    workers: Workers
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(
-        self, kind: type[torch.optim.Optimizer], groups: Groups, options: Mapping[str, Any]
-    ) -> Parts:
-        """The parts of one optimizer."""
-        return self.workers.optimizer(kind, groups, options, self._owned())
-
-    def _owned(self) -> list[list[nn.Parameter]]:
-        """The parameters of every worker; the first also owns those that no stage uses."""
-        every = self.workers.ownership.owned()
-        owned = [[p for p in tensors if isinstance(p, nn.Parameter)] for tensors in every]
-        seen = {id(p) for own in owned for p in own}
-        owned[0] += [p for p in self._model.parameters() if id(p) not in seen]
-        return owned
 
 
 def check_can_change(what: str, runner: Runner, instead: str) -> None:

@@ -24,7 +24,7 @@ from penstock.board.metrics import Address, MetricsServer
 from penstock.board.runs import Run, publish
 from penstock.board.status import News, status_of
 from penstock.capture import Program
-from penstock.changing import Dividing, Fallbacks, Given, Planning, with_one_replica
+from penstock.changing import Fallbacks, Given, Planning, with_one_replica
 from penstock.checkpoint.saver import Saver
 from penstock.devices.cores import cores
 from penstock.devices.machine import processor
@@ -48,6 +48,7 @@ from penstock.planning.planner import Planned, Replanning
 from penstock.profile import Profile
 from penstock.runner import Runner
 from penstock.steps import note_optimizers
+from penstock.training.dividing import Dividing
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.training.scaling import PipelineScaler
 from penstock.units import show_seconds

@@ -29,7 +29,7 @@ from penstock.capture.calls import ROWS, Sizes
 from penstock.engine.orders import Order
 from penstock.plan.plan import Plan
 from penstock.training.optimizer import PipelineOptimizer
-from penstock.workers.optimizer_parts import warn_of_no_gradients
+from penstock.workers.optimizer_parts import parameters_of, warn_of_no_gradients
 
 StepHook = Callable[[dict[str, Any]], Any]
 """Called after every step with a dictionary of plain data, see `Pipeline.on_step`."""
@@ -304,7 +304,7 @@ class Steps:
 
     def note_used(self, optimizer: Optimizer) -> None:
         """An optimizer has used the gradients of its parameters."""
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = parameters_of(optimizer)
         self._used.update((id(p), self._trained) for p in parameters)
 
     def is_accumulating(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
@@ -317,9 +317,7 @@ class Steps:
             model: whose gradients.
             optimizers: that may use them, besides those that have already used some.
         """
-        listed = {
-            id(p) for own in optimizers for group in own.param_groups for p in group["params"]
-        }
+        listed = {id(p) for own in optimizers for p in parameters_of(own)}
         has_optimizer = self._used.keys() | listed
         for parameter in model.parameters():
             if parameter.grad is None or self._used.get(id(parameter)) == self._trained:
@@ -475,4 +473,4 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
 def _steps_parameters_of(model: nn.Module, optimizer: Optimizer) -> bool:
     """Whether the optimizer steps a parameter of the model."""
     own = {id(parameter) for parameter in model.parameters()}
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    return any(id(p) in own for p in parameters_of(optimizer))

@@ -6,7 +6,7 @@ no time, which leaves what the schedule costs; then with the stages as they are 
 workers as fast as they were, with every micro-batch as long as it took, with links, and with waits
 for the turns of other replicas. What each of these adds is what it costs.
 
-How much faster a step would be without one cause (`Loss`) is found the same way: by running
+How much faster a step would be without one cause (`LostTime`) is found the same way: by running
 everything again without it.
 """
 
@@ -43,7 +43,7 @@ _USUAL = 1.5  # times as long on their way as is usual: values that were not del
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostTime:
     """What a step would take less without one cause.
 
     Attributes:
@@ -82,7 +82,7 @@ class Account:
     seconds: float
     workers: tuple[Mapping[str, float], ...]
     waited_for: tuple[Mapping[int, float], ...]
-    losses: tuple[Loss, ...]
+    losses: tuple[LostTime, ...]
     speed: tuple[float | None, ...]
     normal: float
     rows: int = 0
@@ -124,7 +124,7 @@ def account(record: StepRecord, plan: Plan) -> Account:
         for waited, found_for in zip(blamed, each.waited_for(), strict=True):
             _add(waited, found_for)
     losses = [loss for each in passes for loss in each.losses(normal, speed)]
-    losses += [Loss(what, seconds) for what, seconds in between.items()]
+    losses += [LostTime(what, seconds) for what, seconds in between.items()]
     return Account(
         record.step,
         record.seconds,
@@ -138,7 +138,7 @@ def account(record: StepRecord, plan: Plan) -> Account:
     )
 
 
-def mean_losses(accounts: Sequence[Account]) -> list[Loss]:
+def mean_losses(accounts: Sequence[Account]) -> list[LostTime]:
     """What steps would take less without each cause: the means, the largest first.
 
     Args:
@@ -147,7 +147,7 @@ def mean_losses(accounts: Sequence[Account]) -> list[Loss]:
     Returns:
         those that cost something, each about the worker and stage that it most often is about.
     """
-    by_cause: dict[str, list[Loss]] = {}
+    by_cause: dict[str, list[LostTime]] = {}
     for found in accounts:
         for loss in found.losses:
             if loss.seconds > 0:
@@ -156,7 +156,7 @@ def mean_losses(accounts: Sequence[Account]) -> list[Loss]:
     for cause, own in by_cause.items():
         worker, stage = statistics.mode((loss.worker, loss.stage) for loss in own)
         mean = sum(loss.seconds for loss in own) / len(accounts)
-        means.append(Loss(cause, mean, worker, stage))
+        means.append(LostTime(cause, mean, worker, stage))
     return sorted(means, key=lambda loss: -loss.seconds)
 
 
@@ -192,14 +192,14 @@ def _between(record: StepRecord) -> dict[str, float]:
     return found
 
 
-def _summed(losses: Iterable[Loss]) -> Iterator[Loss]:
+def _summed(losses: Iterable[LostTime]) -> Iterator[LostTime]:
     """One for each cause: of several passes, about what costs most."""
-    by_cause: dict[str, list[Loss]] = {}
+    by_cause: dict[str, list[LostTime]] = {}
     for loss in losses:
         by_cause.setdefault(loss.cause, []).append(loss)
     for cause, own in by_cause.items():
         most = max(own, key=lambda loss: loss.seconds)
-        yield Loss(cause, sum(loss.seconds for loss in own), most.worker, most.stage)
+        yield LostTime(cause, sum(loss.seconds for loss in own), most.worker, most.stage)
 
 
 def _speed(passes: Sequence[_Pass], plan: Plan) -> tuple[float, tuple[float | None, ...]]:
@@ -428,7 +428,7 @@ class _Pass:
             found.append(parts)
         return found
 
-    def losses(self, normal: float, speed: Sequence[float | None]) -> Iterator[Loss]:
+    def losses(self, normal: float, speed: Sequence[float | None]) -> Iterator[LostTime]:
         """What the pass would take less without each cause."""
         real = self._real
         now = self._replay.seconds(real)
@@ -442,33 +442,33 @@ class _Pass:
         slowest = max(known, default=(normal, 0))
         brake = slowest[0] / normal if normal else 1.0
         quick = {p: s / brake if p[0] == slowest[1] else s for p, s in real.work.items()}
-        yield Loss(SLOW, without(quick, real.delays), slowest[1])
+        yield LostTime(SLOW, without(quick, real.delays), slowest[1])
         expected = self._expected(normal)
         even = self._balanced(expected)
         fair = {p: s * even[p] / expected[p] if expected[p] else s for p, s in real.work.items()}
         work = self._replay.work(Durations(expected))
         most = max(range(len(work)), key=work.__getitem__)
-        yield Loss(IMBALANCE, without(fair, real.delays), most, self._longest_stage(most))
+        yield LostTime(IMBALANCE, without(fair, real.delays), most, self._longest_stage(most))
         usual = self._with(self._usual, self._sends, self._reads, self._turns)
-        yield Loss(UNEVEN, without(usual, real.delays))
+        yield LostTime(UNEVEN, without(usual, real.delays))
         hops: dict[int, float] = {}
         for (_, action), seconds in self._delays.items():
             stage = action.stage - (action.kind is Kind.FORWARD)
             hops[stage] = hops.get(stage, 0.0) + seconds
         slowest_hop = max(hops, key=hops.__getitem__, default=None)
         at_once = self._with(self._work, self._turns)
-        yield Loss(LINK, without(at_once, {}), stage=slowest_hop)
+        yield LostTime(LINK, without(at_once, {}), stage=slowest_hop)
         in_turn = self._with(self._work, self._sends, self._reads)
-        yield Loss(TURN, without(in_turn, real.delays))
+        yield LostTime(TURN, without(in_turn, real.delays))
         once = {place: s - self._again.get(place, 0.0) for place, s in real.work.items()}
-        yield Loss("recomputation", without(once, real.delays))
+        yield LostTime("recomputation", without(once, real.delays))
         balanced = Durations(self._balanced(self._work))
         filling = self._replay.seconds(balanced) - max(self._replay.work(balanced), default=0.0)
-        yield Loss(FILL, max(0.0, filling))
+        yield LostTime(FILL, max(0.0, filling))
         exchange = [sum(p.seconds for p in own if p.what == "exchange") for own in self._phases]
-        yield Loss("exchange", max(exchange, default=0.0))
+        yield LostTime("exchange", max(exchange, default=0.0))
         rest = self._span[1] - self._span[0] - now - max(exchange, default=0.0)
-        yield Loss(OVERHEAD, max(0.0, rest))
+        yield LostTime(OVERHEAD, max(0.0, rest))
 
     def _longest_stage(self, worker: int) -> int | None:
         """The stage in which a worker is planned to work longest."""

@@ -16,7 +16,7 @@ from penstock.account.attribution import (
     SLOW,
     UNEVEN,
     Account,
-    Loss,
+    LostTime,
     mean_losses,
 )
 from penstock.account.drift import drift
@@ -66,7 +66,7 @@ _CURES = {
         "replicas wait for the turn of their micro-batches",
     ),
 }
-"""For causes what to try, and why: with worker and stage of a `Loss`, its calls, the number of
+"""For causes what to try, and why: with worker and stage of a `LostTime`, its calls, the number of
 micro-batches, and what tells data from other things that the script does, unless it is used."""
 
 _LOADING = "; pipe.loading(batches) tells how much of it is data"
@@ -103,7 +103,7 @@ def suggestions(accounts: Sequence[Account], plan: Plan) -> list[Suggestion]:
     return sorted((s for s in found if s.gain >= _LEAST), key=lambda s: -s.gain)
 
 
-def _of_losses(found: Sequence[Loss], whole: float, plan: Plan) -> Iterator[Suggestion]:
+def _of_losses(found: Sequence[LostTime], whole: float, plan: Plan) -> Iterator[Suggestion]:
     """What would end each loss, as far as one can do something about it.
 
     Args:

@@ -22,12 +22,13 @@ from penstock.devices.choice import existing_devices, threads_per_worker
 from penstock.devices.kinds import kind_of
 from penstock.display.terminal import Progress
 from penstock.engine.ends import to_device
-from penstock.engine.microbatch import split, split_rows
+from penstock.engine.microbatch import split
 from penstock.loading import load_model
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan, plan
 from penstock.planning.tuning import mean_square
 from penstock.profile.measure import profile
+from penstock.profile.rows import split_rows
 from penstock.workers.thread_pool import ThreadPool
 
 RATE = 0.001

@@ -25,7 +25,7 @@ from penstock.capture.halves import Deferral, run_pending
 from penstock.capture.lowering import lower
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
-from penstock.engine.span import Passed, Recomputation, Span, run_backward, run_span
+from penstock.engine.span import Passed, Rerun, Span, run_backward, run_span
 from penstock.links.link import edges
 
 KEY = Key(0, 0, 0)
@@ -109,7 +109,7 @@ class Stage:
         gradients = [torch.ones_like(result) for result in results]
         del results
         clock = [time.perf_counter()]
-        passed = start.run() if isinstance(start, Recomputation) else Passed(start, roots)
+        passed = start.run() if isinstance(start, Rerun) else Passed(start, roots)
         run_backward(passed.roots, gradients)
         clock.append(time.perf_counter())
         run_pending(self.deferral.take())

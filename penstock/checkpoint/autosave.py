@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from penstock.checkpoint.batches import Batches
-from penstock.checkpoint.checkpoint import Checkpoint, Running, load
+from penstock.checkpoint.checkpoint import Checkpoint, Restorable, load
 from penstock.checkpoint.sigterm import Sigterm
 from penstock.errors import CheckpointError, InputError
 from penstock.storage.folder import INDEX
@@ -140,7 +140,7 @@ class Autosave:
 
 
 def resume(
-    folder: str | os.PathLike[str], target: Running, /, **things: Any
+    folder: str | os.PathLike[str], target: Restorable, /, **things: Any
 ) -> dict[str, Any] | None:
     """Go on from the newest checkpoint that is whole, if there is one.
 
@@ -159,7 +159,7 @@ def resume(
         InputError: the newest one is of another model, or of other things.
         CheckpointError: none of those that are there is whole.
     """
-    running = target if isinstance(target, Running) else None
+    running = target if isinstance(target, Restorable) else None
     workers = None if running is None else running._runner.workers
     why: CheckpointError | None = None
     for path in _found(Path(folder), workers):

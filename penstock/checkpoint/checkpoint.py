@@ -51,7 +51,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 @runtime_checkable
-class Running(Protocol):
+class Restorable(Protocol):
     """What restoring needs of a pipeline."""
 
     model: nn.Module
@@ -179,7 +179,7 @@ class Checkpoint:
 
     # -- putting it back ------------------------------------------------------------------
 
-    def restore(self, target: Running | nn.Module, **things: Any) -> dict[str, Any]:
+    def restore(self, target: Restorable | nn.Module, **things: Any) -> dict[str, Any]:
         """Restore the saved run, which then continues as if it had not been interrupted.
 
         This restores the model's state, the given objects, the random generators, and a pipeline's
@@ -199,7 +199,7 @@ class Checkpoint:
                 an object is missing.
             CheckpointError: a file is damaged.
         """
-        running = target if isinstance(target, Running) else None
+        running = target if isinstance(target, Restorable) else None
         model = target if running is None else running.model
         if not isinstance(model, nn.Module):
             raise InputError(f"cannot restore {target!r}: give a Pipeline, or the plain model")

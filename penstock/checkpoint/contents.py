@@ -18,7 +18,7 @@ from penstock.devices.kinds import accelerator
 from penstock.errors import InputError
 from penstock.storage.part import compact, error_in_short, plain
 from penstock.training.optimizer import PipelineOptimizer
-from penstock.workers.optimizer_parts import Parts
+from penstock.workers.optimizer_parts import Parts, parameters_of
 from penstock.workers.ownership import Ownership
 from penstock.workers.saving import Portion
 
@@ -152,7 +152,7 @@ def unlike(
 
 def _places(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:
     """Names of all its parameters; those that are not the model's are numbered."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     return {id(p): names.get(id(p), f"#{k}") for k, p in enumerate(parameters)}
 
 
@@ -216,7 +216,7 @@ def _divide_states(
 
 
 def _check_is_ours(label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     foreign = [p for p in parameters if id(p) not in names]
     if foreign and (isinstance(optimizer, PipelineOptimizer) or len(foreign) == len(parameters)):
         raise InputError(

@@ -161,7 +161,7 @@ class Saver:
         begun = None
         if runner.workers.role.leads:
             count = len(found.portions)
-            begun = folder.begin(lambda number: names_of_save(count, number), self._number)
+            begun = folder.begin(partial(names_of_save, count), self._number)
         self._number = runner.workers.broadcast(begun, "leader")
         where = os.fspath(folder.path)
         order = SaveOrder(

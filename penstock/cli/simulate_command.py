@@ -29,7 +29,7 @@ from penstock.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.plan.plan import Plan
-    from penstock.plan.whatif import Outcome, WhatIf
+    from penstock.plan.whatif import Predicted, WhatIf
     from penstock.profile.data import Profile
 
 D = TypeVar("D")
@@ -286,13 +286,15 @@ def _schedules(text: str | None, default: str) -> list[str]:
 # -- what comes of it -----------------------------------------------------------------------
 
 
-def _outcomes(plan: Plan | None, profile: Profile | None, cases: Sequence[WhatIf]) -> list[Outcome]:
+def _outcomes(
+    plan: Plan | None, profile: Profile | None, cases: Sequence[WhatIf]
+) -> list[Predicted]:
     """What is predicted of every case; in a sweep, one that is not possible says why.
 
     Raises:
         PenstockError: none is possible.
     """
-    from penstock.plan.whatif import Outcome, what_if, what_if_planned
+    from penstock.plan.whatif import Predicted, what_if, what_if_planned
 
     outcomes, failed = [], None
     for case in cases:
@@ -303,13 +305,13 @@ def _outcomes(plan: Plan | None, profile: Profile | None, cases: Sequence[WhatIf
                 outcomes.append(what_if_planned(plan, case))
         except PenstockError as error:
             failed = error
-            outcomes.append(Outcome(case, 0, 0, 0, None, note=str(error)))
+            outcomes.append(Predicted(case, 0, 0, 0, None, note=str(error)))
     if failed is not None and all(not outcome.stages for outcome in outcomes):
         raise failed
     return outcomes
 
 
-def _data(outcome: Outcome) -> dict[str, object]:
+def _data(outcome: Predicted) -> dict[str, object]:
     """An outcome as plain data, with what follows from it."""
     return {
         **asdict(outcome),
@@ -318,7 +320,7 @@ def _data(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _text(outcomes: Sequence[Outcome], width: int | None) -> str:
+def _text(outcomes: Sequence[Predicted], width: int | None) -> str:
     """The table; where that is too wide, what all lines have in common is said once above it."""
     from penstock.display.tables import aligned
 
@@ -337,7 +339,7 @@ def _text(outcomes: Sequence[Outcome], width: int | None) -> str:
     return "\n".join([*([said, ""] if said else []), *aligned(cells, left, width)])
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
+def _row(outcome: Predicted) -> tuple[str, ...]:
     """A line of the table; what was not asked about is empty, and then left out."""
     from penstock.units import show_bytes, show_seconds
 

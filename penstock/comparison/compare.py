@@ -63,7 +63,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Place:
+class Origin:
     """Where a difference arises.
 
     Attributes:
@@ -120,7 +120,7 @@ class VerifyReport:
     subject: str
     comparisons: tuple[Comparison, ...]
     workers: str = "threads"
-    place: Place | None = None
+    place: Origin | None = None
     boundary_dtype: str | None = None
     deterministic: bool = True
 
@@ -244,7 +244,7 @@ def place_of(
     plan: Plan,
     threads: int,
     comparisons: Sequence[Comparison],
-) -> Place | None:
+) -> Origin | None:
     """The first place where something differs; `None` if nothing does, or by rounding alone.
 
     Args:
@@ -271,7 +271,7 @@ def place_of(
     if found is not None:
         microbatch, call, largest = found
         label = trace.calls[call].label
-        return Place(stage_of(call), call, label, microbatch, largest=largest)
+        return Origin(stage_of(call), call, label, microbatch, largest=largest)
     uses = _users(trace)
     differing = [name for c in comparisons for name in c.different if name in uses]
     if not differing or plan.boundary_dtype is not None:  # rounding explains it
@@ -280,7 +280,7 @@ def place_of(
     last = max(differing, key=lambda n: uses[n][-1])
     end = None if last == name else f"{last} (call {uses[last][-1]})"
     call = uses[name][0]
-    return Place(stage_of(call), call, trace.calls[call].label, parameter=name, last=end)
+    return Origin(stage_of(call), call, trace.calls[call].label, parameter=name, last=end)
 
 
 def _users(trace: Trace) -> dict[str, list[int]]:

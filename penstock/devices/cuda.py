@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from penstock.devices.accelerator import MAKING_STREAMS, Accelerator
-from penstock.devices.kind import DeviceMemory, Recorder, Recording
+from penstock.devices.kind import DeviceMemory, GraphRecorder, Recording
 from penstock.torch_internals import end_allocating
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Cuda(Accelerator):
         """PyTorch looks for such memory only now and then."""
         torch.cuda.ipc_collect()
 
-    def recorder(self, device: torch.device) -> Recorder:
+    def recorder(self, device: torch.device) -> GraphRecorder:
         """By CUDA graphs."""
         return _Recorder(device)
 
@@ -151,7 +151,7 @@ class _Recorder:
         after: Recording | None = None,
         alone: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> tuple[T, Recording]:
-        """See `Recorder`."""
+        """See `GraphRecorder`."""
         graph = torch.cuda.CUDAGraph()
         memory = after.memory if isinstance(after, _Graph) else torch.cuda.graph_pool_handle()
         drawn_from = [torch.Generator(self._device) for _ in range(generators)]

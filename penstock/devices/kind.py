@@ -68,7 +68,7 @@ class Recording(Protocol):
         """
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records work of a device."""
 
     def record(
@@ -196,7 +196,7 @@ class DeviceKind(ABC):
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of the CPU in such memory."""
 
-    def recorder(self, device: torch.device) -> Recorder:
+    def recorder(self, device: torch.device) -> GraphRecorder:
         """Records work of a device."""
         raise TypeError(f"work of {self.type} devices cannot be recorded")
 

@@ -11,6 +11,7 @@ import torch
 from penstock.capture import Join
 from penstock.capture.dims import Dim
 from penstock.errors import InputError
+from penstock.profile.rows import split_rows
 
 Merge = Literal["auto", "rows", "list"] | Callable[[list[Any]], Any]
 """How the results of micro-batches become that of the batch, see `Pipeline`."""
@@ -55,12 +56,6 @@ def _slices(
     stops = list(accumulate(rows, initial=0))
     views = [leaf.narrow(axis, a * per, (b - a) * per) for a, b in pairwise(stops)]
     return [view if view.requires_grad else view.data for view in views]
-
-
-def split_rows(rows: int, num_microbatches: int) -> list[int]:
-    """The rows of every micro-batch, as `torch.tensor_split` divides them."""
-    small, larger = divmod(rows, num_microbatches)
-    return [small + 1] * larger + [small] * (num_microbatches - larger)
 
 
 def pieces_of(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from penstock.board.memory import Record
 from penstock.links.local import Aborted
 
-Waiting = Callable[[], AbstractContextManager[None]]
-"""What is around a wait."""
+Records = Mapping[int, Record]
+"""Where threads note what they do, by their identifiers."""
 
 
 class Turns(Protocol):
@@ -51,12 +52,12 @@ class LocalTurns:
 
     Args:
         first: of the numbers.
-        waiting: around every wait, in the thread that waits.
+        records: where those that wait note it; others do not.
     """
 
-    def __init__(self, first: int = 0, waiting: Waiting = nullcontext) -> None:
+    def __init__(self, first: int = 0, records: Records | None = None) -> None:
         self._changed = threading.Condition()
-        self._waiting = waiting
+        self._records: Records = {} if records is None else records
         self.reset(first)
 
     def reset(self, first: int = 0) -> None:
@@ -83,6 +84,10 @@ class LocalTurns:
                 while not self.has_come(number):
                     self._changed.wait()
 
+    def _waiting(self) -> AbstractContextManager[None]:
+        record = self._records.get(threading.get_ident())
+        return nullcontext() if record is None else record.waiting()
+
     def done(self, number: int) -> None:
         """This number has had its turn, or does not need it."""
         with self._changed:
@@ -104,16 +109,16 @@ class AllTurns:
     """The turns of threads that can be given up together.
 
     Args:
-        waiting: around every wait, in the thread that waits.
+        records: where those that wait note it.
     """
 
-    def __init__(self, waiting: Waiting = nullcontext) -> None:
+    def __init__(self, records: Records) -> None:
         self._every: list[LocalTurns] = []
-        self._waiting = waiting
+        self._records = records
 
     def make(self, first: int = 0) -> Turns:
         """Turns that begin with this number."""
-        self._every.append(LocalTurns(first, self._waiting))
+        self._every.append(LocalTurns(first, self._records))
         return self._every[-1]
 
     def abort(self) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from penstock.errors import InputError
 from penstock.pipeline import Pipeline
 from penstock.training.optimizer import PipelineOptimizer
-from penstock.workers.optimizer_parts import move_state
+from penstock.workers.optimizer_parts import move_state, parameters_of
 
 Find = Callable[[Sequence[torch.Tensor]], Pipeline]
 """The pipeline that has these parameters."""
@@ -75,7 +75,7 @@ class Divided:
         optimizer = self._optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers ask for it
         if self._parts is None:
-            pipe = self._find(parameters_of([optimizer]))
+            pipe = self._find(parameters_of(optimizer))
             self._parts = pipe.optimizer(type(optimizer), optimizer.param_groups)
             self._parts.state = optimizer.state  # one for both, in which each rank has its part
         self._parts.param_groups = optimizer.param_groups
@@ -95,9 +95,3 @@ class Divided:
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._load_state_dict(state_dict)
         self._parts = None  # the next step divides what was loaded
-
-
-def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """All parameters of these optimizers."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [parameter for group in groups for parameter in group["params"]]

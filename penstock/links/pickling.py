@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted
-from penstock.links.segment import Place, brought, shift_of
+from penstock.links.segment import TensorPlace, brought, shift_of
 from penstock.links.shared_memory import Layout, is_plain, laid_out
 from penstock.torch_internals import inject_parametrized_class, inject_parametrized_property
 
@@ -98,7 +98,7 @@ def packed_together(obj: Any) -> tuple[bytes, Layout, torch.Tensor]:
     layout, size = laid_out(tensors)
     base = torch.empty(size, dtype=torch.uint8)
     for place, tensor in zip(layout, tensors, strict=True):
-        if isinstance(place, Place):
+        if isinstance(place, TensorPlace):
             place.target(base.untyped_storage()).fill(tensor)
     return data, layout, base
 

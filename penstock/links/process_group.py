@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.links.link import InDispatch, Values
-from penstock.links.segment import Place, brought
+from penstock.links.segment import TensorPlace, brought
 from penstock.links.shared_memory import PLAIN, Layout, laid_out
 from penstock.links.wire import Gone, Wire
 
@@ -164,7 +164,7 @@ class GroupEnd:
         buffer = torch.empty(size, dtype=torch.uint8, device=self._peer.memory)
         with torch.no_grad():
             for place, value in zip(layout, values, strict=True):
-                if isinstance(place, Place):
+                if isinstance(place, TensorPlace):
                     place.target(buffer.untyped_storage()).fill(value.detach())
         return buffer
 
@@ -233,7 +233,7 @@ class GroupEnd:
         remaining = iter(pickle.loads(signal.plain) if signal.plain else ())
         memory = base.numpy().data if base.device.type == "cpu" else None
         for k, place in enumerate(layout):
-            if isinstance(place, Place):
+            if isinstance(place, TensorPlace):
                 tensor = place.of(base.untyped_storage()) if memory is None else place.alone(memory)
                 if self._device.type != tensor.device.type:
                     tensor = brought(tensor, self._device, place.shift)

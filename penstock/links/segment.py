@@ -112,7 +112,7 @@ class Segment:
         """In a fork: what is borrowed there is still used by the original."""
         self._lease = None
 
-    def tensors(self, places: Sequence[Place]) -> list[torch.Tensor]:
+    def tensors(self, places: Sequence[TensorPlace]) -> list[torch.Tensor]:
         """Tensors in the content, each with a storage of its own."""
         memory = self._whole[_HEADER:]
         return [place.alone(memory) for place in places]
@@ -122,7 +122,7 @@ class Segment:
         return self._whole[_HEADER:].cast("q")
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor is in a segment, and what it is like.
 
     Attributes:
@@ -199,7 +199,7 @@ def fill(memory: torch.Tensor, tensor: torch.Tensor) -> None:
     memory[once].copy_(tensor[once])
 
 
-def place_of(tensor: torch.Tensor, start: int) -> Place:
+def place_of(tensor: torch.Tensor, start: int) -> TensorPlace:
     """A place for a tensor behind byte `start`, where kernels compute the same bits with it.
 
     It has the strides of the original, even where most of the memory between its elements is not
@@ -212,7 +212,7 @@ def place_of(tensor: torch.Tensor, start: int) -> Place:
     shift = shift_of(tensor)
     offset = aligned(start) + (shift if is_here else 0)
     of_device = 0 if is_here else shift
-    return Place(tensor.dtype, shape, stride, offset, tensor.requires_grad, of_device)
+    return TensorPlace(tensor.dtype, shape, stride, offset, tensor.requires_grad, of_device)
 
 
 def shift_of(tensor: torch.Tensor) -> int:
@@ -228,7 +228,7 @@ def brought(tensor: torch.Tensor, device: torch.device, shift: int) -> torch.Ten
     Args:
         tensor: on the CPU.
         device: where it is wanted; if that is the CPU, the tensor itself is returned.
-        shift: as of `Place`.
+        shift: as of `TensorPlace`.
     """
     if device.type == "cpu":
         return tensor

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from penstock.links.link import Gradients, InDispatch, Roots, Values, edges
-from penstock.links.segment import Place, Segment, Target, brought, place_of, shift_of
+from penstock.links.segment import Segment, Target, TensorPlace, brought, place_of, shift_of
 from penstock.links.weights import Named, Weights
 from penstock.links.wire import Wire
 
@@ -30,7 +30,7 @@ PLAIN = "plain"
 """In a layout: a value that is in the message."""
 _MOST = 1000  # of what is remembered of layouts, if shapes always change
 
-Layout = tuple[Place | Named | str | None, ...]
+Layout = tuple[TensorPlace | Named | str | None, ...]
 """For every value its place, or its name among the weights that both have; or `None` for no value,
 or `"plain"` for one in the message."""
 
@@ -158,7 +158,9 @@ class Lender:
         targets = self._targets.get((slot, known.number))
         if targets is None:
             storage = segment.base.untyped_storage()
-            targets = [p.target(storage) if isinstance(p, Place) else None for p in known.layout]
+            targets = [
+                p.target(storage) if isinstance(p, TensorPlace) else None for p in known.layout
+            ]
             if len(self._targets) >= _MOST:
                 self._targets.clear()
             self._targets[slot, known.number] = targets
@@ -236,7 +238,7 @@ class Borrower:
         remaining = iter(pickle.loads(lent.plain) if lent.plain else ())
         values: list[Any] = [None] * len(layout)
         for k, place in enumerate(layout):
-            if isinstance(place, Place):
+            if isinstance(place, TensorPlace):
                 values[k] = self._arrived(place, memory)
             elif isinstance(place, Named):
                 values[k] = self._weights.named(place)
@@ -244,7 +246,7 @@ class Borrower:
                 values[k] = next(remaining)
         return tuple(values)
 
-    def _arrived(self, place: Place, memory: memoryview | None) -> torch.Tensor:
+    def _arrived(self, place: TensorPlace, memory: memoryview | None) -> torch.Tensor:
         if memory is None:
             tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
         else:
@@ -266,7 +268,7 @@ def _signature(value: Any, weights: Weights | None) -> Any:
 
 def laid_out(values: Sequence[Any], names: Mapping[int, Named] | None = None) -> tuple[Layout, int]:
     """Where values go in a slot, and how many bytes that takes; some are only named."""
-    layout: list[Place | Named | str | None] = []
+    layout: list[TensorPlace | Named | str | None] = []
     size = 0
     for k, value in enumerate(values):
         if names and k in names:

@@ -21,7 +21,7 @@ from penstock.account.attribution import (
     WAITING,
     WORKING,
     Account,
-    Loss,
+    LostTime,
     account,
     mean_losses,
 )
@@ -279,7 +279,7 @@ class Findings:
         return [_mean(own, sorted({who for each in own for who in each})) for own in every]
 
     @cached_property
-    def losses(self) -> list[Loss]:
+    def losses(self) -> list[LostTime]:
         """What a step would take less without each cause: the means, the largest first.
 
         What costs less than a thousandth of a step is left out.
@@ -445,7 +445,7 @@ class Findings:
         return text
 
 
-def where(loss: Loss) -> str:
+def where(loss: LostTime) -> str:
     """Which worker and stage a loss is about, as ` (worker 1, stage 3)`; empty if it is of all."""
     found = []
     if loss.worker is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.account.attribution import BETWEEN, WAITING, WORKING, Loss
+from penstock.account.attribution import BETWEEN, WAITING, WORKING, LostTime
 from penstock.account.history import History
 from penstock.display.tables import aligned
 from penstock.errors import PenstockError
@@ -279,7 +279,7 @@ class Cost(NamedTuple):
     remedy: str
 
 
-def _cost(loss: Loss, whole: float) -> Cost:
+def _cost(loss: LostTime, whole: float) -> Cost:
     return Cost(
         loss.cause,
         where(loss).strip(" ()"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.display.figures import bare, canvas, save
 from penstock.errors import PenstockError
-from penstock.plan.whatif import Outcome
+from penstock.plan.whatif import Predicted
 from penstock.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ _COLOURS = (
 _GRID, _IDEAL = "#e6e8ea", "#9aa5b1"
 _MARKERS = "osD^vPX*"
 
-_Measure = Callable[[Outcome], float]
-_Series = dict[str, list[Outcome]]
+_Measure = Callable[[Predicted], float]
+_Series = dict[str, list[Predicted]]
 
 
 class _Setting(NamedTuple):
@@ -41,7 +41,7 @@ class _Setting(NamedTuple):
     latency: float | None
 
 
-def save_sweep(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
+def save_sweep(outcomes: Sequence[Predicted], path: Path, title: str) -> None:
     """Throughput and efficiency against the number of workers, and memory against schedule.
 
     With one number of workers all three are bars.
@@ -80,21 +80,21 @@ def save_sweep(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     save(figure, path)
 
 
-def _throughput(outcome: Outcome) -> float:
+def _throughput(outcome: Predicted) -> float:
     return outcome.samples_per_second or 0.0
 
 
-def _efficiency(outcome: Outcome) -> float:
+def _efficiency(outcome: Predicted) -> float:
     return 100 * (outcome.efficiency or 0.0)
 
 
-def _memory(outcome: Outcome) -> float:
+def _memory(outcome: Predicted) -> float:
     return outcome.memory_bytes / 1e9
 
 
-def _series(outcomes: Sequence[Outcome]) -> _Series:
+def _series(outcomes: Sequence[Predicted]) -> _Series:
     """The outcomes that differ in the number of workers alone, by what they have in common."""
-    common: dict[_Setting, list[Outcome]] = {}
+    common: dict[_Setting, list[Predicted]] = {}
     for outcome in outcomes:
         case = outcome.case
         key = _Setting(case.schedule, case.num_microbatches, case.bandwidth, case.latency)
@@ -135,7 +135,7 @@ def _lines(axes: Axes, series: _Series, measure: _Measure) -> None:
     bare(axes)
 
 
-def _ideal(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _ideal(axes: Axes, outcomes: Sequence[Predicted]) -> None:
     """What workers would do that each work alone and wait for nothing."""
     ideal = {
         o.case.workers: o.samples_per_second / o.efficiency

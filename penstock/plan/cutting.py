@@ -10,7 +10,7 @@ import numpy as np
 from penstock.plan.layout import Layout, Memory, Span, Stretch
 from penstock.plan.partition import partition
 from penstock.plan.problem import Floats, Variant
-from penstock.plan.recompute import Segment, choose_recomputed
+from penstock.plan.recompute import Piece, choose_recomputed
 
 RECOMPUTE = ("auto", "none", "all", "boundaries")
 """What may be recomputed: what is needed, nothing, everything of a stage at once, or everything,
@@ -192,7 +192,7 @@ class Cutter:
         pieces = self._pieces(stretch.start, stretch.stop)
         plain = stretch._replace(recompute=())
         segments = [
-            Segment(
+            Piece(
                 seconds=float(layout.forward[worker, a:b].sum()),
                 kept=float(layout.saved[a:b].sum()),
                 entry=sum(float(layout.boundary[k]) for k in {a, b} - {plain.start, plain.stop}),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.plan.shares import Sums
 from penstock.profile.data import Link, Profile
+from penstock.profile.rows import split_rows
 from penstock.schedule import Costs
 from penstock.simulate import Network, Simulator
 
@@ -289,9 +290,3 @@ def _sums(table: Floats, stretches: Sequence[Stretch]) -> list[float]:
         edges.pop()
     found: list[float] = np.add.reduceat(table.ravel(), edges)[::2].tolist()
     return found
-
-
-def split_rows(batch_size: int, count: int) -> list[int]:
-    """The rows of every micro-batch, as `torch.tensor_split` divides them."""
-    small, larger = divmod(batch_size, count)
-    return [small + 1] * larger + [small] * (count - larger)

@@ -26,7 +26,7 @@ MOST_CHOICES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Segment:
+class Piece:
     """A part of a stage that is recomputed as a whole, or not at all.
 
     Attributes:
@@ -60,7 +60,7 @@ class Recomputation:
 
 
 def choose_recomputed(
-    segments: Sequence[Segment], *, in_flight: int, available: float
+    segments: Sequence[Piece], *, in_flight: int, available: float
 ) -> Recomputation | None:
     """The segments to recompute that add the fewest seconds and fit.
 
@@ -112,7 +112,7 @@ class _Items:
     target: Floats  # what has to be saved if this is the largest working set
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], in_flight: int, excess: float) -> _Items:
+    def of(cls, segments: Sequence[Piece], in_flight: int, excess: float) -> _Items:
         table = np.array(
             [(s.seconds, in_flight * (s.kept - s.entry), excess + s.working) for s in segments]
         ).reshape(-1, 3)
@@ -223,18 +223,18 @@ def _items_of(steps: Sequence[_Step], choice: int) -> list[int]:
     return found
 
 
-def _peak(segments: Sequence[Segment], chosen: Sequence[int], in_flight: int) -> float:
+def _peak(segments: Sequence[Piece], chosen: Sequence[int], in_flight: int) -> float:
     held = sum(s.entry if i in chosen else s.kept for i, s in enumerate(segments))
     return in_flight * held + max((segments[i].working for i in chosen), default=0.0)
 
 
-def _whole(segment: Segment) -> Segment:
+def _whole(segment: Piece) -> Piece:
     """In whole bytes, whose sums are exact."""
     kept, entry, working = map(math.ceil, (segment.kept, segment.entry, segment.working))
-    return Segment(segment.seconds, kept, entry, working)
+    return Piece(segment.seconds, kept, entry, working)
 
 
-def _check(segments: Sequence[Segment], in_flight: int, available: float) -> None:
+def _check(segments: Sequence[Piece], in_flight: int, available: float) -> None:
     if in_flight < 1:
         raise InputError(f"in_flight must be at least 1, got {in_flight}")
     if not (math.isfinite(available) and available >= 0):

@@ -17,12 +17,13 @@ from penstock.errors import PlanError
 from penstock.plan.alternatives import adding_seconds, chain_seconds, gathering_seconds
 from penstock.plan.candidates import Option
 from penstock.plan.decisions import Candidate
-from penstock.plan.layout import Layout, Memory, split_rows
+from penstock.plan.layout import Layout, Memory
 from penstock.plan.plan import Plan
 from penstock.plan.request import Auto, Request
 from penstock.plan.shares import Sums, dealt, rows_of_replicas
 from penstock.plan.stages import StageSearch, nth_smallest
 from penstock.profile.data import Link, Profile
+from penstock.profile.rows import split_rows
 from penstock.schedule import SCHEDULES
 
 Devices = tuple[str, ...]

@@ -19,13 +19,14 @@ from penstock.plan.bound import schedule_bound
 from penstock.plan.candidates import STAGES_PER_WORKER, Option, cutter_for, fastest
 from penstock.plan.decisions import StagePlan, costs_of
 from penstock.plan.flow import ShortError, plans_of_flow
-from penstock.plan.layout import Layout, Memory, split_rows
+from penstock.plan.layout import Layout, Memory
 from penstock.plan.partition import CapacityError
 from penstock.plan.plan import Plan
 from penstock.plan.request import Limits, Recompute, Request
 from penstock.plan.shares import Sums, rows_of_replicas
 from penstock.profile.data import Link, Profile
 from penstock.profile.hardware import Hardware, Machine
+from penstock.profile.rows import split_rows
 from penstock.schedule import (
     SCHEDULES,
     Costs,
@@ -125,7 +126,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Predicted:
     """What is predicted of a case.
 
     Attributes:
@@ -166,7 +167,7 @@ class Outcome:
         return self.one_worker_seconds / self.step_seconds / self.case.workers
 
 
-def what_if(profile: Profile, case: WhatIf) -> Outcome:
+def what_if(profile: Profile, case: WhatIf) -> Predicted:
     """Cut the program anew for these workers, and simulate one replica of the pipeline.
 
     The workers are as fast as the profile's first device, times `case.speed`.
@@ -184,7 +185,7 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
     stages = case.workers // replicas * case.per_worker
     rows = _rows(case, replicas)
     own = profile.of_replica if replicas > 1 else profile
-    outcome = Outcome(case, replicas, stages, case.batch or rows * replicas, None, note=note)
+    outcome = Predicted(case, replicas, stages, case.batch or rows * replicas, None, note=note)
     total = min(case.num_microbatches * replicas, outcome.batch_size)
     every = split_rows(outcome.batch_size, total)
     first = rows_of_replicas(every, (1,) * replicas, sums)[0]  # no other replica has more
@@ -219,7 +220,7 @@ def what_if(profile: Profile, case: WhatIf) -> Outcome:
     )
 
 
-def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
+def what_if_planned(plan: Plan, case: WhatIf) -> Predicted:
     """The plan's own stages on other machines, without the profile that they were cut by.
 
     Raises:
@@ -237,7 +238,7 @@ def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
     found = check(schedule)
     held = plan.memory_with(found.in_flight)
     rows = case.num_microbatches * case.microbatch_size
-    outcome = Outcome(case, 1, len(plan.stages), case.batch or rows, None, memory_bytes=held)
+    outcome = Predicted(case, 1, len(plan.stages), case.batch or rows, None, memory_bytes=held)
     if case.memory.limit is not None and held > case.memory.limit:
         short = show_bytes(held - case.memory.limit)
         return replace(outcome, note=f"does not fit the memory by {short}")
@@ -255,7 +256,7 @@ def what_if_planned(plan: Plan, case: WhatIf) -> Outcome:
 # -- a steady flow of forwards ------------------------------------------------------------
 
 
-def _what_if_flow(profile: Profile, case: WhatIf, replicas: int, note: str) -> Outcome:
+def _what_if_flow(profile: Profile, case: WhatIf, replicas: int, note: str) -> Predicted:
     """Cut the program anew for a steady flow through these workers."""
     rows = case.batch or _rows(case, replicas) * replicas
     request = Request(
@@ -265,7 +266,7 @@ def _what_if_flow(profile: Profile, case: WhatIf, replicas: int, note: str) -> O
         inference=True,
         in_flight=case.in_flight,
     )
-    outcome = Outcome(case, replicas, case.workers // replicas, rows, None, note=note)
+    outcome = Predicted(case, replicas, case.workers // replicas, rows, None, note=note)
     alone = msgspec.structs.replace(_machines(profile, case, 1, rows), capacity={})
     one = replace(request, memory_limit=None, replicas=1)
     here = _machines(profile, case, case.workers, rows)
@@ -282,7 +283,7 @@ def _what_if_flow(profile: Profile, case: WhatIf, replicas: int, note: str) -> O
     )
 
 
-def _what_if_planned_flow(plan: Plan, case: WhatIf) -> Outcome:
+def _what_if_planned_flow(plan: Plan, case: WhatIf) -> Predicted:
     """A steady flow through the plan's own stages, without the profile that they were cut by.
 
     Raises:
@@ -308,7 +309,7 @@ def _what_if_planned_flow(plan: Plan, case: WhatIf) -> Outcome:
         alone = min(alone, count * replicas * (sum(costs.forward) + overhead))
     held = max(s.memory_bytes for k in range(replicas) for s in plan.stages_of(k))
     rows = case.batch or count * replicas * case.microbatch_size
-    outcome = Outcome(case, replicas, len(plan.stages), rows, None, memory_bytes=held)
+    outcome = Predicted(case, replicas, len(plan.stages), rows, None, memory_bytes=held)
     if case.memory.limit is not None and held > case.memory.limit:
         short = show_bytes(held - case.memory.limit)
         return replace(outcome, note=f"does not fit the memory by {short}")

@@ -12,7 +12,7 @@ from penstock.porting import optimizers
 from penstock.porting.changes import Changes
 from penstock.porting.example import Example, Examples, Unknown
 from penstock.porting.model import Model
-from penstock.porting.source import Source, loaded, stored
+from penstock.porting.source import Script, loaded, stored
 from penstock.porting.training import OneCall, Step
 
 
@@ -194,13 +194,13 @@ class _Builder:
         return self.changes.call(f"{self.pipe} = {self.package}.Pipeline", parts, indent)
 
 
-def _draws_elsewhere(source: Source) -> bool:
+def _draws_elsewhere(source: Script) -> bool:
     """Whether a script may draw random numbers that are not torch's."""
     pattern = r"\bnp\.random\b|\bnumpy\.random\b|\bimport random\b"
     return re.search(pattern, source.text) is not None
 
 
-def _torch(source: Source) -> str | None:
+def _torch(source: Script) -> str | None:
     """The script's name for torch, if it imports that."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.porting.source import Edits, Source
+from penstock.porting.source import Edits, Script
 
 _WIDTH = 100
 Kind = Literal["changed", "left", "check"]
@@ -40,7 +40,7 @@ class Changes:
         notes: in the order in which they were made.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Script) -> None:
         self.source = source
         self.edits = Edits()
         self.notes: list[Note] = []

@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from penstock.porting.source import Scope, Source, dotted, loaded, parameters, stored
+from penstock.porting.source import Scope, Script, dotted, loaded, parameters, stored
 from penstock.porting.variables import Variable, Variables
 
 _BARS = ("tqdm", "trange", "track", "ProgressBar", "notebook_tqdm")  # show progress, and hand on
@@ -50,7 +50,7 @@ class _Given:
     call: ast.AST
     arguments: Mapping[str, ast.expr]
 
-    def texts(self, source: Source, names: Mapping[str, str]) -> dict[str, str]:
+    def texts(self, source: Script, names: Mapping[str, str]) -> dict[str, str]:
         """The arguments as text, with other names where the caller's have changed."""
         found = {}
         for name, argument in self.arguments.items():

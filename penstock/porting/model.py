@@ -15,7 +15,7 @@ from penstock.porting.variables import Variable, Variables
 
 
 @dataclass(frozen=True)
-class Place:
+class Beginning:
     """Where the training begins.
 
     Attributes:
@@ -102,7 +102,7 @@ class Model:
             )
         return scopes[0]
 
-    def _place(self) -> Place:
+    def _place(self) -> Beginning:
         source, owner = self.source, self.owner
         calls = [step.call for step in self.steps]
         uses = [node for node in source.walk(owner) if node in calls or self.is_training(node)]
@@ -121,7 +121,7 @@ class Model:
             places = [source.among(block, node) for node in created]
             before = [place for place in places if place is not None and place < begin]
             if len(before) == len(places):
-                return Place(block, begin, max(before, default=-1))
+                return Beginning(block, begin, max(before, default=-1))
             above = source.parent(at)
             if not isinstance(above, ast.stmt) or above is owner:
                 raise InputError(

@@ -12,7 +12,7 @@ from penstock.porting.building import Built, Options, build
 from penstock.porting.changes import Changes, Note
 from penstock.porting.model import Model
 from penstock.porting.ranks import change_samplers, note_ranks, unwrap
-from penstock.porting.source import Source
+from penstock.porting.source import Script
 from penstock.porting.train_step import change_step
 from penstock.porting.training import Step, steps
 from penstock.porting.uses import change_clips, change_uses
@@ -54,7 +54,7 @@ def port(text: str, name: str = "the script", options: Options | None = None) ->
     Raises:
         InputError: it is not Python, uses Penstock already, or has no training that is recognised.
     """
-    source = Source(text, name)
+    source = Script(text, name)
     variables = Variables(source)
     _check_is_new(source)
     (variable, own), *others = _trained(variables)
@@ -93,7 +93,7 @@ def _trained(variables: Variables) -> list[tuple[Variable, list[Step]]]:
     return sorted(trained, key=lambda each: (-len(each[1]), each[1][0].backward.lineno))
 
 
-def _check_is_new(source: Source) -> None:
+def _check_is_new(source: Script) -> None:
     for node in ast.walk(source.tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -104,7 +104,7 @@ def _check_is_new(source: Source) -> None:
             )
 
 
-def _nothing(source: Source, variables: Variables) -> str:
+def _nothing(source: Script, variables: Variables) -> str:
     """What to say where no training was found."""
     seen: list[str] = []
     for node in ast.walk(source.tree):

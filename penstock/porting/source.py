@@ -17,7 +17,7 @@ _LINE = re.compile(r"\r\n|\r|\n")  # as Python counts lines; str.splitlines know
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
-class Source:
+class Script:
     """The text of a script, with its syntax tree.
 
     Args:

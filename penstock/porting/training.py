@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.porting.source import LOOPS, Source, dotted, loaded, receiver, stored
+from penstock.porting.source import LOOPS, Script, dotted, loaded, receiver, stored
 from penstock.porting.variables import Variable, Variables
 
 _OWN_NAMES = {"target", "loss_fn", "weight", "loss_kwargs", "metrics", "outputs", "scaler"}
@@ -99,7 +99,7 @@ def _unscaled(node: ast.expr) -> tuple[str, ast.expr]:
     return "", node
 
 
-def straight(source: Source, node: ast.stmt) -> list[ast.stmt]:
+def straight(source: Script, node: ast.stmt) -> list[ast.stmt]:
     """The statements that surely ran before one in the same turn of its loop, in order.
 
     Those of a `with` are among them one by one; other compound statements are whole.
@@ -121,7 +121,7 @@ def _flat(statement: ast.stmt) -> list[ast.stmt]:
     return [statement]
 
 
-def _chain(source: Source, backward: ast.stmt, loss: ast.expr) -> list[ast.Assign]:
+def _chain(source: Script, backward: ast.stmt, loss: ast.expr) -> list[ast.Assign]:
     """The assignments that the loss comes from, one after the other, the first one first."""
     chain: list[ast.Assign] = []
     wanted = loaded(loss)
@@ -357,7 +357,7 @@ class _Reader:
         if _is_plain(expression, text, output, chain):
             return chain, _function(expression, text)
         if name == "target" != chain:
-            text = Source(text, "the loss").with_nodes(found, name)
+            text = Script(text, "the loss").with_nodes(found, name)
         return chain, f"lambda {output}, {name}: {text}"
 
     def _without_a_batch(self, expression: ast.expr, output: str, text: str) -> tuple[str, str]:

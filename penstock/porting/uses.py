@@ -8,7 +8,7 @@ import re
 from penstock.porting import ranks
 from penstock.porting.building import Built
 from penstock.porting.changes import Changes
-from penstock.porting.source import Source, dotted
+from penstock.porting.source import Script, dotted
 from penstock.porting.variables import Passed, Variables
 
 SUPPORTED = frozenset(
@@ -114,7 +114,7 @@ def _accepts(variables: Variables, passed: Passed, depth: int = 0) -> bool:
     return True
 
 
-def _is_scalar(source: Source, call: ast.Call) -> bool:
+def _is_scalar(source: Script, call: ast.Call) -> bool:
     """Whether a part of a call's result is used that is not one row for each of the batch."""
     above = source.parent(call)
     if isinstance(above, ast.Attribute):

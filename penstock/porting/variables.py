@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.porting.source import Scope, Source, dotted, parameters, receiver, stored
+from penstock.porting.source import Scope, Script, dotted, parameters, receiver, stored
 
 _MOVES = {"to", "cuda", "cpu", "train", "eval", "float", "requires_grad_"}  # return the model
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -44,7 +44,7 @@ class Variables:
         source: the script.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Script) -> None:
         self.source = source
         self._same: dict[Variable, Variable] = {}
         self.passed = list(self._all_passed())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.profile.rows import split_rows
+
 _MOST_DOUBLINGS = 6  # to 64 micro-batches
 _FEWEST_SIZES = 2
 _PROMISING = 1.1  # estimates up to this much longer than the best are worth measuring
@@ -48,8 +50,7 @@ class Agenda:
         self._prices: dict[int, float] = {}  # seconds that it took to measure every call
         self._is_fixed = num_microbatches is not None
         if num_microbatches is not None:
-            smaller, uneven = divmod(batch_size, num_microbatches)
-            self._basic = [smaller, smaller + 1] if uneven else [smaller]
+            self._basic = sorted(set(split_rows(batch_size, num_microbatches)))
             self._even: list[int] = []
         else:
             self._basic = _of_powers_of_two(batch_size)

@@ -26,6 +26,7 @@ from penstock.display.terminal import Progress
 from penstock.profile.agenda import Agenda
 from penstock.profile.data import DeviceProfile, Profile, check_count
 from penstock.profile.halving import halving_seconds, launch_and_rate
+from penstock.profile.rows import split_rows
 from penstock.profile.team import SECONDS as A_SIZE
 from penstock.profile.team import Team
 from penstock.profile.timing import Timing, spread
@@ -196,7 +197,7 @@ def _profiled(
     of_a_size = min(_A_SIZE * seconds, A_SIZE)
     teams = {
         kind: Team(
-            program, torch.device(kind), _copies(kind, devices), threads, of_a_size, inference
+            program, torch.device(kind), _team_size(kind, devices), threads, of_a_size, inference
         )
         for kind in dict.fromkeys(devices)
     }
@@ -210,7 +211,7 @@ def _profiled(
             teams, agenda, batch_of, _ON_CONTENTION * of_a_size, progress
         )
     except Exception as error:
-        if (clearer := lone_row(error, _rows(batch_size, count or 1))) is not None:
+        if (clearer := lone_row(error, split_rows(batch_size, count or 1))) is not None:
             raise clearer from error
         raise
     # On one device no other stage waits for the first half of a backward.
@@ -273,13 +274,7 @@ def not_measured(
     }
 
 
-def _rows(batch_size: int, count: int) -> list[int]:
-    """The number of rows of every micro-batch, the larger ones first."""
-    smaller, larger = divmod(batch_size, count)
-    return [smaller + 1] * larger + [smaller] * (count - larger)
-
-
-def _copies(kind: str, devices: Sequence[str]) -> int:
+def _team_size(kind: str, devices: Sequence[str]) -> int:
     """How many workers of this kind measure at the same time."""
     return list(devices).count(kind) if torch.device(kind).type == "cpu" else 1
 

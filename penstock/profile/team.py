@@ -45,7 +45,7 @@ class Team:
     Args:
         program: what is measured.
         device: where.
-        copies: how many threads.
+        count: how many threads.
         threads: intra-op threads of each.
         seconds: after which no further pass over a size begins.
         inference: whether forwards alone are measured, in evaluation mode.
@@ -55,7 +55,7 @@ class Team:
         self,
         program: Program,
         device: torch.device,
-        copies: int,
+        count: int,
         threads: int,
         seconds: float = SECONDS,
         inference: bool = False,
@@ -63,8 +63,8 @@ class Team:
         self.program = program
         self.threads = threads
         self._seconds = seconds
-        copies = 1 if is_on_meta(program.model) else copies  # made-up weights are large
-        self.members = [_member(program, device, inference) for _ in range(copies)]
+        count = 1 if is_on_meta(program.model) else count  # made-up weights are large
+        self.members = [_member(program, device, inference) for _ in range(count)]
 
     def measure(self, leaves: Sequence[Any], sizes: Sizes, brief: bool = False) -> list[Timing]:
         """The passes of all members over one micro-batch.

@@ -49,7 +49,7 @@ _OURS = re.compile(r"(?:model|optimizer|training|random|plan)-\d{6,}[-.].*")
 _BLOCK = 1 << 22  # bytes that are read at once
 
 
-class Entry(TypedDict):
+class FileEntry(TypedDict):
     """A file's size in bytes and its CRC-32, as the index has them."""
 
     size: int
@@ -68,7 +68,7 @@ class Index:
     """
 
     number: int = 0
-    files: Mapping[str, Entry] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
     total_bytes: int = 0
 
@@ -274,7 +274,7 @@ def read_index(path: Path) -> Index | None:
                 f"{path.parent} was written by a later version of Penstock, in format {version}; "
                 f"this one reads {VERSION}"
             )
-        files = msgspec.convert(own["files"], dict[str, Entry])
+        files = msgspec.convert(own["files"], dict[str, FileEntry])
         _plain_names(files, path)
         if unknown := set(weights.values()) - files.keys():
             raise KeyError(min(unknown))
@@ -299,7 +299,7 @@ def _plain_names(names: Iterable[str], source: Path) -> list[str]:
     return found
 
 
-def checked(path: Path, expected: Entry) -> Path:
+def checked(path: Path, expected: FileEntry) -> Path:
     """A file that is as it was written.
 
     Args:
@@ -325,7 +325,7 @@ def checked(path: Path, expected: Entry) -> Path:
     return path
 
 
-def entry(path: Path) -> Entry:
+def entry(path: Path) -> FileEntry:
     """Size and checksum of a file."""
     checksum = 0
     with path.open("rb") as file:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from penstock.storage.folder import Entry, entry, sync
+from penstock.storage.folder import FileEntry, entry, sync
 
 Tensors = Mapping[str, torch.Tensor]
 """Parameters and buffers, by the model's names for them."""
@@ -42,7 +42,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         error: why the part could not be written.
     """
 
-    files: dict[str, Entry] = {}
+    files: dict[str, FileEntry] = {}
     weights: dict[str, str] = {}
     bytes: int = 0
     error: str | None = None
@@ -126,7 +126,7 @@ class Part:
 
     def _write(self, tensors: Tensors, states: States, weights: Path, optimizers: Path) -> Note:
         """Write weights and optimizer states to the disk; returns the note for them."""
-        files: dict[str, Entry] = {}
+        files: dict[str, FileEntry] = {}
         if tensors:
             self.workplace.mkdir()
             new = self.workplace / weights.name

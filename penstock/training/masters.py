@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
-from penstock.workers.optimizer_parts import settings_of, use_settings
+from penstock.workers.optimizer_parts import parameters_of, settings_of, use_settings
 
 HALF = (torch.float16, torch.bfloat16)
 _MASTER = "master"
@@ -62,7 +62,7 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = parameters_of(self)
         if any(p.grad is not None and p not in self._masters for p in parameters):
             self._inner = self._made()
         if self._inner is None:
@@ -120,7 +120,7 @@ class MasterWeights(Optimizer):
 def restore_float32(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Have what was loaded in float32, where torch has cast it to the parameters' dtype."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     for number, parameter in zip(numbers, parameters, strict=True):
         if parameter.dtype not in HALF:
             continue

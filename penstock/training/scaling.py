@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from penstock.errors import InputError
 from penstock.training.optimizer import Surviving, once
 from penstock.workers.backend import Workers
+from penstock.workers.optimizer_parts import parameters_of
 
 Found = dict[torch.device, torch.Tensor]
 """For every device a scalar that is more than 0 if there is a gradient with an inf or a nan."""
@@ -84,7 +85,7 @@ class PipelineScaler(torch.amp.GradScaler):
         with self.workers.operation("unscale_"):
             _check_dtype(optimizer)
             unscale = partial(super()._unscale_grads_, optimizer, inv_scale, found_inf, allow_fp16)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = parameters_of(optimizer)
             found = self._surviving(
                 lambda: self.workers.unscale(parameters, inv_scale, allow_fp16, unscale)
             )
@@ -95,7 +96,7 @@ class PipelineScaler(torch.amp.GradScaler):
 
 def _check_dtype(optimizer: Optimizer) -> None:
     """Raise for gradients in which nothing small would be left if they were unscaled."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if any(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters):
         raise InputError(
             "gradients in float16 cannot be unscaled in place, as small ones would be lost. Keep "

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InputError
-from penstock.plan.recompute import Recomputation, Segment, choose_recomputed
+from penstock.plan.recompute import Piece, Recomputation, choose_recomputed
 
 
 @dataclass(frozen=True)
 class Stage:
-    segments: list[Segment]
+    segments: list[Piece]
     in_flight: int
     available: float
 
@@ -47,7 +47,7 @@ def random_stage(seed: int, most: int = 12) -> Stage:
     table = rng.integers([0, 1, 0, 0], [5, 10, 4, 12], (n, 4))
     if n and rng.random() < 0.3:
         table = table[rng.integers(0, min(n, 3), n)]
-    segments = [Segment(*map(float, row)) for row in table.tolist()]
+    segments = [Piece(*map(float, row)) for row in table.tolist()]
     in_flight = int(rng.integers(1, 5))
     most_bytes = in_flight * sum(s.kept for s in segments)
     return Stage(segments, in_flight, round(most_bytes * rng.uniform(0.1, 1.1)))
@@ -83,7 +83,7 @@ def test_the_least_seconds_that_fit_two_thousand_times(stage: Stage) -> None:
 def test_seconds_of_any_size(stage: Stage, seed: int) -> None:
     rng = np.random.default_rng(seed)
     segments = [
-        Segment(float(rng.lognormal(-5.0, 2.0)), s.kept, s.entry, s.working) for s in stage.segments
+        Piece(float(rng.lognormal(-5.0, 2.0)), s.kept, s.entry, s.working) for s in stage.segments
     ]
     changed = Stage(segments, stage.in_flight, stage.available)
     found, least = changed.choose(), changed.least()
@@ -113,7 +113,7 @@ def test_too_many_choices() -> None:
 @pytest.mark.usefixtures("_short_sighted")
 def test_what_was_not_followed_up_shows_in_the_bound() -> None:
     """The second alone would do, but the first saves more per second."""
-    segments = [Segment(2.0, 5.0, 1.0, 7.0), Segment(4.0, 7.0, 0.0, 9.0)]
+    segments = [Piece(2.0, 5.0, 1.0, 7.0), Piece(4.0, 7.0, 0.0, 9.0)]
     found = choose_recomputed(segments, in_flight=4, available=38.0)
     assert found is not None
     assert (found.segments, found.seconds) == ((0, 1), 6.0)
@@ -121,7 +121,7 @@ def test_what_was_not_followed_up_shows_in_the_bound() -> None:
 
 
 def test_nothing_where_there_is_room() -> None:
-    segments = [Segment(1.0, 10.0, 1.0, 50.0)] * 3
+    segments = [Piece(1.0, 10.0, 1.0, 50.0)] * 3
     assert choose_recomputed(segments, in_flight=2, available=60.0) == Recomputation(
         (), 0.0, 0.0, 60.0
     )
@@ -130,7 +130,7 @@ def test_nothing_where_there_is_room() -> None:
 
 def test_the_cheaper_one_with_a_large_working_set_does_not_pay() -> None:
     """The first is fast, but running it again takes all that it frees."""
-    segments = [Segment(1.0, 10.0, 0.0, 10.0), Segment(5.0, 10.0, 0.0, 0.0)]
+    segments = [Piece(1.0, 10.0, 0.0, 10.0), Piece(5.0, 10.0, 0.0, 0.0)]
     assert choose_recomputed(segments, in_flight=1, available=19.0) == Recomputation(
         (1,), 5.0, 5.0, 10.0
     )
@@ -138,7 +138,7 @@ def test_the_cheaper_one_with_a_large_working_set_does_not_pay() -> None:
 
 def test_only_the_largest_working_set_counts() -> None:
     """With one that is needed anyway, others with as large a set come for nothing."""
-    segments = [Segment(1.0, 10.0, 0.0, 8.0), Segment(1.0, 10.0, 0.0, 8.0)]
+    segments = [Piece(1.0, 10.0, 0.0, 8.0), Piece(1.0, 10.0, 0.0, 8.0)]
     assert choose_recomputed(segments, in_flight=1, available=8.0) == Recomputation(
         (0, 1), 2.0, 2.0, 8.0
     )
@@ -147,14 +147,14 @@ def test_only_the_largest_working_set_counts() -> None:
 
 def test_more_than_is_saved_may_be_held() -> None:
     """A segment that holds more to begin with than it frees is never recomputed."""
-    segments = [Segment(0.0, 2.0, 5.0, 0.0), Segment(3.0, 8.0, 1.0, 2.0)]
+    segments = [Piece(0.0, 2.0, 5.0, 0.0), Piece(3.0, 8.0, 1.0, 2.0)]
     assert choose_recomputed(segments, in_flight=1, available=9.0) == Recomputation(
         (1,), 3.0, 3.0, 5.0
     )
 
 
 def test_parts_of_bytes_are_rounded_to_the_safe_side() -> None:
-    segments = [Segment(1.0, 10.0, 0.5, 0.25)]
+    segments = [Piece(1.0, 10.0, 0.5, 0.25)]
     assert choose_recomputed(segments, in_flight=1, available=1.9) is None
     found = choose_recomputed(segments, in_flight=1, available=2.0)
     assert found is not None
@@ -167,7 +167,7 @@ def test_a_deep_stage_of_alike_blocks(spread: float) -> None:
     rng = np.random.default_rng(0)
     noise = 1 + spread * rng.random(200)
     segments = [
-        Segment(float(noise[i] * (1 + i % 2)), 100.0 * (1 + i % 2), 10.0, 50.0) for i in range(200)
+        Piece(float(noise[i] * (1 + i % 2)), 100.0 * (1 + i % 2), 10.0, 50.0) for i in range(200)
     ]
     found = choose_recomputed(segments, in_flight=4, available=50e3)
     assert found is not None
@@ -182,8 +182,14 @@ def test_a_deep_stage_of_alike_blocks(spread: float) -> None:
     [
         ({"in_flight": 0}, "in_flight must be at least 1, got 0"),
         ({"available": -1.0}, "available must be finite and not negative, got -1.0"),
-        ({"segments": [Segment(1.0, 1.0, 1.0, -2.0)]}, "segment 0: working must be finite and not"),
-        ({"segments": [Segment(np.nan, 1.0, 1.0, 2.0)]}, "segment 0: seconds must be finite and"),
+        (
+            {"segments": [Piece(1.0, 1.0, 1.0, -2.0)]},
+            "segment 0: working must be finite and not",
+        ),
+        (
+            {"segments": [Piece(np.nan, 1.0, 1.0, 2.0)]},
+            "segment 0: seconds must be finite and",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:

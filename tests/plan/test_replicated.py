@@ -12,7 +12,6 @@ import pytest
 
 import penstock as ps
 from penstock.plan.alternatives import gathering_seconds
-from penstock.plan.layout import split_rows
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans
 from penstock.plan.shares import blocks, dealt, rows_of_replicas
@@ -21,6 +20,7 @@ from penstock.plan.text import replicas
 from penstock.profile import DeviceProfile
 from penstock.profile.data import Link
 from penstock.profile.hardware import parse
+from penstock.profile.rows import split_rows
 from penstock.simulate import Simulator
 
 CALLS = 8

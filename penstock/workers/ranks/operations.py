@@ -57,7 +57,7 @@ class Broadcast(NamedTuple):
     value: Any
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """A rank is done with an operation.
 
     Attributes:
@@ -103,7 +103,7 @@ class Verdict(NamedTuple):
     stopping: tuple[int, ...] = ()
 
 
-class GiveUp(NamedTuple):
+class RankGiveUp(NamedTuple):
     """Rank 0 says that an operation has failed, and whoever still works on it is to stop."""
 
     number: int
@@ -120,7 +120,7 @@ class Leave(NamedTuple):
     """A rank closes its pipeline."""
 
 
-Message = Broadcast | Report | Verdict | GiveUp | Waits | Leave
+Message = Broadcast | RankReport | Verdict | RankGiveUp | Waits | Leave
 
 
 class Ranks:
@@ -174,7 +174,7 @@ class Ranks:
 
     def _begin(self) -> None:
         self._incoming: Broadcast | None = None
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, RankReport] = {}
         self._apart: dict[int, InputError] = {}  # of ranks that wait in another operation
         self._verdict: Verdict | None = None
         self._given_up = False
@@ -212,7 +212,7 @@ class Ranks:
                 self.end(None)
         except BaseException as error:
             if self._what:
-                self._conclude(Report(self.number, self._what, error=error))
+                self._conclude(RankReport(self.number, self._what, error=error))
             raise
 
     def end(self, value: T, only: int | None = None) -> list[Any]:
@@ -229,7 +229,7 @@ class Ranks:
         Raises:
             WorkerError, WorkerTimeout, InputError: it failed on some rank.
         """
-        values = self._conclude(Report(self.number, self._what, to_bytes(value)), only)
+        values = self._conclude(RankReport(self.number, self._what, to_bytes(value)), only)
         if only is not None and only != self.rank:
             return [value if rank == self.rank else None for rank in range(len(self))]
         return [
@@ -362,7 +362,9 @@ class Ranks:
         elif message.number == self.number:  # and not of an operation that is over
             self._note(rank, message)
 
-    def _note(self, rank: int, message: Broadcast | Report | Verdict | GiveUp | Waits) -> None:
+    def _note(
+        self, rank: int, message: Broadcast | RankReport | Verdict | RankGiveUp | Waits
+    ) -> None:
         """Take note of what another rank says of this operation."""
         match message:
             case Broadcast():
@@ -371,18 +373,18 @@ class Ranks:
             case Waits():
                 if message.what != self._what:
                     self._apart[rank] = self._disagreement(rank, message.what)
-            case Report():
+            case RankReport():
                 if message.sent:
                     self._apart_from[rank].note(message.sent, time.monotonic_ns())
                 self._reports[rank] = self._read(rank, message)
-            case GiveUp():
+            case RankGiveUp():
                 self._given_up = True
             case Verdict():
                 if message.took:
                     self.clock.note(message.machine, message.took[self.rank], message.sent)
                 self._verdict = message
 
-    def _read(self, rank: int, report: Report) -> Report:
+    def _read(self, rank: int, report: RankReport) -> RankReport:
         """A rank's report; with an error if it was in another operation."""
         if isinstance(report.error, Aborted) and rank in self._apart:
             return report._replace(error=self._apart[rank])
@@ -396,7 +398,7 @@ class Ranks:
         self._wires.pop(rank).close()
         error = self._died(rank, how)
         if self.rank == 0:
-            self._reports.setdefault(rank, Report(self.number, self._what, error=error))
+            self._reports.setdefault(rank, RankReport(self.number, self._what, error=error))
             self._closed_because = str(error)
         else:
             self._verdict = self._verdict or Verdict(self.number, [], error, rank, str(error))
@@ -413,7 +415,7 @@ class Ranks:
 
     # -- the end of an operation ----------------------------------------------------------
 
-    def _conclude(self, mine: Report, only: int | None = None) -> list[bytes]:
+    def _conclude(self, mine: RankReport, only: int | None = None) -> list[bytes]:
         """Report, and do as the verdict says; values of all are for the rank `only`, if given."""
         if mine.error is not None and any(wire.busy for wire in self._wires.values()):
             self._what = ""
@@ -435,7 +437,7 @@ class Ranks:
             raise verdict.error
         return verdict.values
 
-    def _received(self, mine: Report) -> Verdict:
+    def _received(self, mine: RankReport) -> Verdict:
         """What rank 0 makes of it."""
         if mine.error is not None:
             error = portable(self._as_others_see(mine.error), self.names[self.rank])
@@ -455,7 +457,7 @@ class Ranks:
                 return Verdict(self.number, [], why, closed="rank 0 did not answer")
         return self._verdict
 
-    def _judged(self, mine: Report, only: int | None) -> Verdict:
+    def _judged(self, mine: RankReport, only: int | None) -> Verdict:
         """What has come of it on all ranks, which is sent to them."""
         if mine.error is not None:
             mine = mine._replace(error=self._as_others_see(mine.error))
@@ -464,7 +466,7 @@ class Ranks:
         while missing := sorted(set(range(len(self))) - self._reports.keys()):
             if not warned and self._has_failed() and not self._was_given_up():
                 warned, self._deadline = True, time.monotonic() + _GRACE
-                self._send(GiveUp(self.number), missing)
+                self._send(RankGiveUp(self.number), missing)
             try:
                 self._listen(None, f"waiting for {', '.join(self.names[r] for r in missing)}")
             except Aborted:
@@ -495,7 +497,7 @@ class Ranks:
             return error
         return WorkerTimeout(f"{error}. No answer from {', '.join(self.names[r] for r in ranks)}")
 
-    def _verdict_of(self, reports: Mapping[int, Report]) -> Verdict:
+    def _verdict_of(self, reports: Mapping[int, RankReport]) -> Verdict:
         failed = {rank: r.error for rank, r in reports.items() if r.error is not None}
         if not failed:
             return Verdict(self.number, [reports[rank].value for rank in range(len(self))])

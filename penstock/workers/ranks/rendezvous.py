@@ -46,7 +46,7 @@ _LAUNCHERS = (
 T = TypeVar("T")
 
 
-class Entry(NamedTuple):
+class RankEntry(NamedTuple):
     """What all know of a rank.
 
     Attributes:
@@ -83,7 +83,7 @@ class Others(NamedTuple):
 
     rank: int
     listener: Listener
-    entries: Sequence[Entry]
+    entries: Sequence[RankEntry]
     addresses: Sequence[Address]
     master: Sequence[str]
 
@@ -131,7 +131,7 @@ class Launch(NamedTuple):
     others: Others
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[RankEntry]:
         """What all know of each rank."""
         return self.others.entries
 
@@ -165,7 +165,7 @@ def rendezvous(devices: Devices | None) -> Launch:
     cores = len(os.sched_getaffinity(0))
     me = this_machine(), socket.gethostname(), os.getpid(), str(device), cores
     group = os.environ.get("GROUP_RANK", "")
-    mine = Entry(*me, new_secret(), started_at(), group)
+    mine = RankEntry(*me, new_secret(), started_at(), group)
     try:
         return launched(_introduced(rank, mine))
     except (RuntimeError, OSError) as error:
@@ -206,7 +206,7 @@ def launched(others: Others) -> Launch:
         raise
 
 
-def _introduced(rank: int, mine: Entry) -> Others:
+def _introduced(rank: int, mine: RankEntry) -> Others:
     """Tell all ranks who this one is and where it can be reached, and hear the same of them."""
     backend = "gloo" if dist.is_gloo_available() else None
     with on_loopback():
@@ -245,7 +245,7 @@ def _pulses(
 
 
 def _listening(
-    rank: int, entries: Sequence[Entry], master: Sequence[str], group: dist.ProcessGroup
+    rank: int, entries: Sequence[RankEntry], master: Sequence[str], group: dist.ProcessGroup
 ) -> tuple[Listener, Sequence[Address]]:
     """Listen to the other ranks; to those of other machines on the address by which they know us.
 

@@ -34,7 +34,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.engine.batchnorm import Seen
 from penstock.engine.replicas import Reached, Replica, SummedStage, Terms, accumulate
-from penstock.engine.span import OWN_FUNCTIONS, Entry, MicroBatch, Span
+from penstock.engine.span import OWN_FUNCTIONS, EntryNode, MicroBatch, Span
 from penstock.engine.stage import Before, Stage
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
@@ -421,7 +421,7 @@ class RingStage(SummedStage):
         self._way, self._at = self.microbatches[microbatch].way, len(self.held[microbatch].inner)
         super().backward(microbatch)
 
-    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+    def _backward_of(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """The backward of a span; after the last one its parameters' gradients are final."""
         super()._backward_of(roots, gradients, entry)
         if not self._left and self._chain.overlaps:
@@ -430,7 +430,7 @@ class RingStage(SummedStage):
             self._chain.final(self._ends_now().values())
         self._at -= 1
 
-    def _add_directly(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+    def _add_directly(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """Add to `.grad`; see `_backward_of`."""
         leaves = self._final_in([root for root in roots if root is not None])
         with self._chain.awaiting(leaves):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.errors import InputError
+from penstock.workers.state_hook import StateHook
 
 
 class StaleCopy:
@@ -35,7 +35,7 @@ class StaleCopy:
         self._tensors: list[torch.Tensor] = []  # there are others before the first pass
         self._fresh: list[int] = []  # how often each was changed when all were up to date
         self._before: list[int] = []  # and before the last pass
-        hook = _Hook(self)
+        hook = StateHook(model, self.check)
         for module in model.modules():
             module.register_state_dict_pre_hook(hook)
         self._watched = weakref.WeakSet(model.modules())
@@ -57,10 +57,14 @@ class StaleCopy:
         """There will be no more training, and no way to have the others' tensors."""
         self._closed = True
 
-    def check(self, module: nn.Module) -> None:
+    def check(self, module: nn.Module, is_part: bool = False) -> None:
         """Raise if what other ranks have may be newer; nothing if the module is not this model's.
 
         After `close()` it is a warning.
+
+        Args:
+            module: whose state is read.
+            is_part: whether that of a larger module is read, which comes to the same.
 
         Raises:
             InputError: it may.
@@ -92,27 +96,3 @@ class StaleCopy:
 
     def _versions(self) -> list[int]:
         return [tensor._version for tensor in self._tensors]
-
-
-class _Hook:
-    """Calls `check`; in copies of the model it does nothing."""
-
-    def __init__(self, watch: StaleCopy) -> None:
-        self._watch: StaleCopy | None = watch
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Called by `state_dict()`; with `keep_vars` the live tensors are wanted, not a state."""
-        if self._watch is not None and not keep_vars:
-            self._watch.check(module)
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> str:
-        if self._watch is not None:  # the model is pickled: `torch.save(model)`
-            self._watch.check(self._watch._model)
-        return "_nothing"
-
-
-def _nothing(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """The hook of a copy."""

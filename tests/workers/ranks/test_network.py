@@ -15,15 +15,19 @@ import penstock as ps
 from penstock.links.handshake import Listener
 from penstock.workers.ranks import rendezvous
 from penstock.workers.ranks.process_groups import on_loopback
-from penstock.workers.ranks.rendezvous import Entry
+from penstock.workers.ranks.rendezvous import RankEntry
 from tests.workers.ranks.launching import Launcher
 
 
-def entries(*machines: str) -> list[Entry]:
-    return [Entry(machine, f"host of {machine}", 1, "cpu", 1, "secret", 0) for machine in machines]
+def entries(*machines: str) -> list[RankEntry]:
+    return [
+        RankEntry(machine, f"host of {machine}", 1, "cpu", 1, "secret", 0) for machine in machines
+    ]
 
 
-def on_all(ranks: list[Entry], work: Callable[[int], Any], patch: pytest.MonkeyPatch) -> list[Any]:
+def on_all(
+    ranks: list[RankEntry], work: Callable[[int], Any], patch: pytest.MonkeyPatch
+) -> list[Any]:
     """Let threads be the ranks; what each has found, or its error."""
     said: list[Any] = [None] * len(ranks)
     barrier, me = threading.Barrier(len(ranks), timeout=10), threading.local()
@@ -46,7 +50,7 @@ def on_all(ranks: list[Entry], work: Callable[[int], Any], patch: pytest.MonkeyP
         return list(pool.map(run, range(len(ranks))))
 
 
-def listening(ranks: list[Entry], patch: pytest.MonkeyPatch) -> list[Any]:
+def listening(ranks: list[RankEntry], patch: pytest.MonkeyPatch) -> list[Any]:
     """Where each of them listens to other machines."""
     kept: list[Listener] = []
 
