@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.forward_ad import unpack_dual
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, increment_version
 
 from penstock.capture.calls import ambient
-from penstock.capture.trees import tree_leaves
+from penstock.capture.trees import tree_leaves, versions
 from penstock.engine.orders import Order
 from penstock.errors import InputError, PenstockError
 from penstock.links.link import Gradients
@@ -34,20 +34,35 @@ from penstock.torch_internals import (
     is_batched,
     is_transformed,
     keeps_graph,
+    modes_around,
+    saving,
     will_run,
 )
 
 
-def check_untransformed(given: object, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise if derivatives are wanted that stages do not compute.
+def check_context(given: object, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise if something is at work around a call that does not reach into workers.
 
     Args:
         given: containers with the tensors that enter.
         parameters: the model's.
 
     Raises:
-        InputError: a transform of `torch.func` is at work, or a tensor has a forward-mode tangent.
+        InputError: derivatives are wanted that stages do not compute: a transform of `torch.func`
+            is at work, or a tensor has a forward-mode tangent. Or operators are intercepted by a
+            mode, or what autograd saves by hooks.
     """
+    if modes := modes_around():
+        raise InputError(
+            f"{', '.join(modes)} would see nothing of what the pipeline's workers do. Use it on "
+            "the model itself, pipe.model(x), or within the forward of a module, or of the loss"
+        )
+    if torch.is_grad_enabled() and saving() is not None:
+        raise InputError(
+            "saved_tensors_hooks (or save_on_cpu) around a pipeline's call would not see what its "
+            'workers save. To save memory, use recompute="all" or "boundaries"; or use the hooks '
+            "within the forward of a module, or on the model itself: pipe.model(x)"
+        )
     if is_transformed():
         raise InputError(
             "a pipeline cannot be transformed by torch.func (grad, vmap, jvp and the like), which "
@@ -69,6 +84,44 @@ _OVER = f"whose activations are gone: call it with retain_graph=True before; or 
 _NOWHERE = -1  # no micro-batch: of what has no gradient here
 
 
+class WrittenInputs:
+    """Lets autograd see that the script has written to inputs of a pass.
+
+    Micro-batches have version counters of their own, as the model may write to one of them while
+    others are in flight. So what the script writes does not count there by itself.
+
+    Args:
+        given: containers with the tensors that the script has given.
+    """
+
+    def __init__(self, given: object) -> None:
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = versions(self._tensors)
+
+    def note(self, values: Sequence[Sequence[Any]]) -> bool:
+        """Count what was written since; returns whether anything was.
+
+        Args:
+            values: of every micro-batch.
+        """
+        before, self._versions = self._versions, versions(self._tensors)
+        pairs = zip(self._tensors, before, self._versions, strict=True)
+        written = [tensor for tensor, old, new in pairs if new != old]
+        for value in (
+            v for part in values for v in part if written and isinstance(v, torch.Tensor)
+        ):
+            if any(_is_part(value, tensor) for tensor in written) and not value.is_inference():
+                increment_version(value)
+        return bool(written)
+
+
+def _is_part(value: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether it is in the memory of another tensor, and has another version counter."""
+    is_apart = not value.requires_grad and value is not tensor
+    return is_apart and value.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
 class Passage:
     """A batch that has gone forward and may come back.
 
@@ -76,6 +129,7 @@ class Passage:
         runner: runs the backward pass.
         order: of the forward.
         differentiable: which results of a micro-batch a backward can start from.
+        given: containers with the tensors that the script has given.
 
     Attributes:
         loss: of the batch, if it is known before the backward.
@@ -83,9 +137,12 @@ class Passage:
 
     loss: torch.Tensor | None = None
 
-    def __init__(self, runner: Runner, order: Order, differentiable: Sequence[bool]) -> None:
+    def __init__(
+        self, runner: Runner, order: Order, differentiable: Sequence[bool], given: object
+    ) -> None:
         self._runner = runner
         self._order: Order | None = order
+        self._written = WrittenInputs(given)
         self._why_over = _OVER  # if no backward can come from it any more
         self.differentiable = differentiable
         self.gradients: list[list[torch.Tensor | None]] = []
@@ -110,7 +167,7 @@ class Passage:
         Raises:
             PenstockError: it ran before, and autograd did not keep its graph, or the forward cannot
                 be run again.
-            InputError: it ran before, and parameters have changed since.
+            InputError: it ran before, and parameters or inputs have changed since.
         """
         if self._order is None:
             raise PenstockError(
@@ -119,6 +176,11 @@ class Passage:
         order = self._order
         back = order.back(dict(enumerate(self.gradients)), ambient(), wanted)
         runner, forward = self._runner, self._runner.awaiting_backward(order)
+        if self._written.note(order.values) and forward is not None and forward.is_retained:
+            raise InputError(
+                "backward ran a second time through the same pipeline call, which goes forward "
+                f"again for it, and its inputs have been written to since: {_INSTEAD}"
+            )
         with runner.reserved(back), runner.steps.failing():
             self._order = None  # unless it was refused
             gradients = runner.run(back).gradients

@@ -13,7 +13,7 @@ import torch
 
 from penstock.account.record import CALL
 from penstock.audit.auditor import Auditor
-from penstock.autograd import Passage, backward_into_inputs, check_untransformed, deliver
+from penstock.autograd import Passage, backward_into_inputs, check_context, deliver
 from penstock.capture import ROWS, Program
 from penstock.capture.attributes import owner_of
 from penstock.capture.calls import ambient
@@ -128,7 +128,7 @@ class Passes:
         """
         graph = torch.is_grad_enabled()
         with self._operation(name):
-            check_untransformed(inputs.given, self._model.parameters())
+            check_context(inputs.given, self._model.parameters())
             batch = self._batch(inputs, trains)
             order = self._order("forward" if graph else "infer", batch)
             result = self._result_of(order, self._merge, graph)
@@ -136,7 +136,7 @@ class Passes:
                 outcome = self._runner.run(order)
         if not graph:
             return _Called(result(outcome.parts), order, None)
-        passage = Passage(self._runner, order, outcome.differentiable)
+        passage = Passage(self._runner, order, outcome.differentiable, inputs.given)
         self._runner.forget_with(passage, order)
         unfed = () if self._runner.workers.role.has_inputs else _differentiable(inputs.given)
         parameters = self._runner.workers.parameters
@@ -182,7 +182,7 @@ class Passes:
     def _start(self, inputs: Any) -> _MapBatch:
         """Start a batch of `map`, which is not waited for."""
         with self._operation("a batch of map"), torch.no_grad():
-            check_untransformed(inputs, self._model.parameters())
+            check_context(inputs, self._model.parameters())
             order = self._order("infer", self._batch(Whole(*arguments(inputs)), trains=False))
             result = self._result_of(order, self._merge)
             return _MapBatch(self._runner.start(order), result)
@@ -207,7 +207,7 @@ class Passes:
         self._keep(objective)
         with self._operation(name):
             given = (inputs.given, objective.given)
-            check_untransformed(given, self._model.parameters())
+            check_context(given, self._model.parameters())
             batch = self._batch(inputs, trains=what == "train")
             order = self._order(what, batch, self._loss(objective, batch))
             result = None
@@ -244,7 +244,7 @@ class Passes:
         if trains:
             self._check_room()
         self._check_reads(objective, self._left_by_all)
-        check_untransformed(objective.given, self._model.parameters())
+        check_context(objective.given, self._model.parameters())
         with torch.set_grad_enabled(trains), objective.undone():
             called = self._call(f"{name} with a loss of the whole batch", inputs, trains)
             loss, found = self._made_of(whole, called)

@@ -29,6 +29,7 @@ from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.overrides import _pop_mode_temporarily as without_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype as group_by_device_and_dtype,
 )
@@ -89,6 +90,8 @@ __all__ = [
     "is_profiling",
     "is_transformed",
     "keeps_graph",
+    "modes_around",
+    "nnpack_is_used",
     "plain_apply",
     "profiler_config",
     "pytree",
@@ -152,6 +155,24 @@ def saving() -> tuple[Any, Any] | None:
     """This thread's innermost hooks for tensors that autograd saves, if any are open."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
+
+
+def nnpack_is_used() -> bool:
+    """Whether convolutions may use NNPACK; torch has a public way to set it only."""
+    return torch._C._get_nnpack_enabled()
+
+
+def modes_around() -> list[str]:
+    """The names of the modes that see this thread's functions or operators of torch.
+
+    Without those that say on which device tensors are made.
+    """
+    modes: list[Any] = []
+    if count := torch._C._len_torch_function_stack():
+        modes += map(torch._C._get_function_stack_at, range(count))
+    if count := torch._C._len_torch_dispatch_stack():
+        modes += map(torch._C._get_dispatch_stack_at, range(count))
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def will_run(node: Node) -> bool:

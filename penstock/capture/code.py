@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -189,6 +190,34 @@ def codes_of(model: nn.Module) -> Iterator[CodeType]:
         inner = inspect.unwrap(function) if isinstance(function, FunctionType) else None
         if isinstance(inner, FunctionType) and is_the_models(inner.__globals__):
             yield from _codes(inner.__code__)
+
+
+_DRAWING = re.compile(
+    "drop|rand|noise|gumbel|bernoulli|multinomial|normal_|uniform_|poisson|exponential_|rsample|"
+    "shuffle|choice|permutation"
+)
+"""What is in the names by which code draws random numbers."""
+
+_BESIDE_FORWARD = re.compile("__.*__|extra_repr|_?reset_parameters|_?init_.*")
+
+
+@lru_cache(_MOST_CODES)
+def may_draw(kind: type, training: bool) -> bool:
+    """Whether the code of a class of modules may draw random numbers, as far as its names say so.
+
+    Args:
+        kind: the class.
+        training: whether in training mode; code that reads the mode draws nothing in the other.
+    """
+    functions = [
+        getattr(value, "__func__", value)
+        for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for name, value in vars(owner).items()
+        if not _BESIDE_FORWARD.fullmatch(name)
+    ]
+    codes = [c for f in functions if isinstance(f, FunctionType) for c in _codes(f.__code__)]
+    names = {name for code in codes for name in code.co_names}
+    return any(map(_DRAWING.search, names)) and (training or "training" not in names)
 
 
 @lru_cache(_MOST_CODES)

@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.capture.applying import RECORDING, Applies, Noticing, bound_applies, stand_in
 from penstock.capture.closed_functions import ClosedFunctions
-from penstock.capture.reads import SETTINGS, Reading
+from penstock.capture.reads import SETTINGS, NotedReads
 from penstock.errors import CaptureError
 from penstock.torch_internals import (
     APPLY_IS_IN_C,
@@ -142,7 +142,7 @@ class Interceptor(Noticing, Protocol):
     """
 
     functions: ClosedFunctions
-    reading: Reading
+    reading: NotedReads
     patches: list[Patch]
 
     @property

@@ -203,7 +203,7 @@ def is_helper(value: object) -> bool:
     return (heap and not immutable and not library) or isinstance(value, types.SimpleNamespace)
 
 
-class Held:
+class Opaque:
     """A tensor or a module, or something else that nobody can look into: it is itself or not."""
 
     __slots__ = ("is_part", "value")
@@ -213,7 +213,7 @@ class Held:
         self.is_part = isinstance(value, (torch.Tensor, nn.Module))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Held):
+        if not isinstance(other, Opaque):
             return NotImplemented
         if self.value is other.value:
             return True
@@ -231,7 +231,7 @@ def frozen(value: object, depth: int = 8) -> Any:
     if isinstance(value, (*SCALARS, Enum)):
         return type(value), value
     if isinstance(value, (torch.Tensor, nn.Module)) or depth == 0:
-        return Held(value)
+        return Opaque(value)
     if isinstance(value, dict):
         keys, items = tuple(dict.keys(value)), dict.values(value)
         found = type(value), tuple(map(_key, keys)), tuple(frozen(v, depth - 1) for v in items)
@@ -245,7 +245,7 @@ def frozen(value: object, depth: int = 8) -> Any:
         return type(value), value.dtype, value.shape, value.tobytes()
     if is_helper(value):
         return "helper", type(value)
-    return Held(value)
+    return Opaque(value)
 
 
 def _key(key: object) -> Any:
@@ -254,7 +254,7 @@ def _key(key: object) -> Any:
 
 def parts_of(frozen_value: object) -> Iterator[Any]:
     """The tensors and modules in something that was frozen."""
-    if isinstance(frozen_value, Held):
+    if isinstance(frozen_value, Opaque):
         if frozen_value.is_part:
             yield frozen_value
     elif isinstance(frozen_value, (tuple, frozenset)):

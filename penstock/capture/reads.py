@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import INPUTS, Attribute, Reads, Ref, Value
+from penstock.capture.code import may_draw
 from penstock.capture.memory_layout import layout
 from penstock.capture.numbers import (
     Followed,
@@ -27,6 +28,7 @@ from penstock.capture.numbers import (
     plain,
 )
 from penstock.capture.places import (
+    INTERNAL,
     MISSING,
     SCALARS,
     Item,
@@ -49,6 +51,7 @@ _OWN = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {
 }
 _TORCH = ("torch.autograd", "torch.utils", "torch.overrides", "penstock.")
 _SCALARS = (*SCALARS, float, Enum)
+_SWITCHES = (bool, int, float, type(None))
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     name: getattr(torch, name)
@@ -62,11 +65,11 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 
 
 class _Paused:
-    """A pause of a `Reading`; most attributes that are read need one, so it is no generator."""
+    """A pause of a `NotedReads`; most attributes that are read need one, so it is no generator."""
 
     __slots__ = ("_reading",)
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: NotedReads) -> None:
         self._reading = reading
 
     def __enter__(self) -> None:
@@ -76,7 +79,7 @@ class _Paused:
         self._reading.quiet -= 1
 
 
-class Reading:
+class NotedReads:
     """Notes what is read while a forward runs.
 
     Args:
@@ -245,6 +248,19 @@ class Reading:
                 held = attributes_of(inner).get(registry)
                 if place not in self._frozen and isinstance(held, dict):
                     self._lenient.setdefault(place, frozen(held))
+
+    def note_switches(self, path: str, module: nn.Module) -> None:
+        """Note what is off in a closed module that has drawn nothing, though its code may draw.
+
+        If a probability is not 0 any more, say, its calls are to be seeded.
+        """
+        for name, inner in module.named_modules(prefix=path):
+            kind: type = type(inner)
+            if not may_draw(kind, inner.training):
+                continue
+            for key, held in attributes_of(inner).items():
+                if key not in INTERNAL and isinstance(held, _SWITCHES) and not held:
+                    self._lenient.setdefault(Place(name, (key,)), frozen(held))
 
     def note_grad_mode(self, value: bool) -> None:
         """Note that Python has read whether gradients are enabled."""

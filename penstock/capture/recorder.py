@@ -79,7 +79,7 @@ from penstock.capture.randomness import (
     python_kept,
     type_checks_apart,
 )
-from penstock.capture.reads import Reading
+from penstock.capture.reads import NotedReads
 from penstock.capture.returned import MadeHere, tensors_in
 from penstock.capture.sizing import Sizing, Sizings, dims_asked
 from penstock.capture.surroundings import Surroundings
@@ -231,7 +231,7 @@ class Recorder(TorchFunctionMode):
         self._arrays_of: FunctionType | None = None  # the closed function that gave the last
         self._refused: Unrecordable | None = None  # the first, which the model's Python may catch
         self._seen: Counter[str] = Counter()
-        self.reading = Reading(
+        self.reading = NotedReads(
             model,
             self.paths,
             lambda: self.is_outside,
@@ -721,6 +721,8 @@ class Recorder(TorchFunctionMode):
         self._surroundings.check_began(draws, call.path)
         call.random = watch.draws if self.weightless else draws.happened
         call.draws_in_python = draws.in_python
+        if isinstance(call.target, str) and module is not None and not call.random:
+            self.reading.note_switches(call.target, module)
         call.mutates = tuple(
             value
             for t, before in zip(tensors, contents, strict=True)
@@ -815,6 +817,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(leaf, Followed):
             return leaf.number
         known = self.known.get(leaf) if self._is_value(leaf) else None
+        if isinstance(leaf, np.ndarray) and isinstance(known, Ref) and known.call == INPUTS:
+            return leaf.copy()  # who gives another one gives other inputs, see `Signature`
         if known is not None:
             if isinstance(known, Attribute) and known not in self.trace.attributes:
                 self.trace.attributes[known] = self._info(leaf, Origin.MODEL)

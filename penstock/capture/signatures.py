@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.capture.calls import Origin, Size, TensorInfo
@@ -276,6 +277,8 @@ class Signatures:
 
 
 def _info(leaf: object, axes: Mapping[int, Axis]) -> Any:
+    if isinstance(leaf, np.ndarray):  # the caller may write to it
+        return leaf.copy()
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape: list[int | Size] = list(leaf.shape)

@@ -404,3 +404,9 @@ def without_history(leaf: object) -> Any:
 def cloned(leaf: object) -> Any:
     """A tensor in memory of its own, still in its autograd graph; anything else as it is."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def versions(containers: object) -> list[int]:
+    """How often each of the tensors in these containers was written to, as far as torch counts."""
+    tensors = [leaf for leaf in tree_leaves(containers) if isinstance(leaf, torch.Tensor)]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

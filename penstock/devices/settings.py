@@ -10,6 +10,7 @@ import torch
 
 from penstock.devices.kind import DeviceKind
 from penstock.devices.kinds import kind_of
+from penstock.torch_internals import nnpack_is_used
 
 _BACKENDS = [
     getattr(torch.backends.mkldnn, name)
@@ -34,7 +35,10 @@ class TorchSettings(NamedTuple):
         precisions: of float32 matrix products in general, empty if backends differ, and of matrix
             products, convolutions and recurrent networks of oneDNN.
         deterministic: whether only deterministic algorithms are used, and whether others warn.
-        mkldnn: whether oneDNN is used.
+        anomaly: whether autograd looks for the forward of what fails, and for values that are no
+            numbers.
+        mkldnn: whether oneDNN is used, and whether its algorithms are deterministic.
+        nnpack: whether NNPACK is used.
         attention: which ways to compute it are allowed, as by `torch.nn.attention.sdpa_kernel`.
         kind: of device other than the CPU that is used, if there is one.
         of_kind: its own.
@@ -43,7 +47,9 @@ class TorchSettings(NamedTuple):
     dtype: torch.dtype
     precisions: tuple[str, ...]
     deterministic: tuple[bool, bool]
-    mkldnn: bool
+    anomaly: tuple[bool, bool]
+    mkldnn: tuple[bool, bool]
+    nnpack: bool
     attention: tuple[bool, ...]
     kind: str = "cpu"
     of_kind: tuple[str, ...] = ()
@@ -55,7 +61,9 @@ class TorchSettings(NamedTuple):
             torch.get_default_dtype(),
             (_precision(), *(backend.fp32_precision for backend in _BACKENDS)),
             _deterministic(),
-            bool(torch.backends.mkldnn.enabled),
+            (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            (bool(torch.backends.mkldnn.enabled), bool(torch.backends.mkldnn.deterministic)),
+            nnpack_is_used(),
             _attention(),
             *((kind.type, kind.settings()) if kind else ()),
         )
@@ -75,7 +83,9 @@ class TorchSettings(NamedTuple):
         if self.deterministic != _deterministic():  # to set it imports much of torch
             enabled, warns = self.deterministic
             torch.use_deterministic_algorithms(enabled, warn_only=warns)
-        torch.backends.mkldnn.set_flags(self.mkldnn)
+        torch.set_anomaly_enabled(*self.anomaly)
+        torch.backends.mkldnn.set_flags(*self.mkldnn)
+        torch.backends.nnpack.set_flags(self.nnpack)
         for name, allowed in zip(_ATTENTIONS, self.attention, strict=True):
             getattr(torch.backends.cuda, f"enable_{name}")(allowed)
         kind_of(self.kind).set_settings(self.of_kind)

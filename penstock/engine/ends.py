@@ -14,7 +14,14 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.capture.calls import ROWS, Join, Sizes
 from penstock.capture.lowering import assembled
 from penstock.capture.randomness import LOSS, METRICS, Key, Watched
-from penstock.capture.trees import flatten, map_leaves, unflatten, without_history
+from penstock.capture.trees import (
+    cloned,
+    flatten,
+    map_leaves,
+    unflatten,
+    versions,
+    without_history,
+)
 from penstock.devices.kinds import kind_of
 from penstock.devices.streams import Ahead
 from penstock.engine.microbatch import pieces_of, repeated
@@ -264,8 +271,9 @@ class Outlet:
                 for rows in ([sum(pieces.rows)], pieces.rows)
                 for output in self._endings.pieces(microbatch, results, rows, pieces.copies)
             ]
+        before = versions((target, self._more)) if outputs else []
         loss, weight = self._loss.of(microbatch, key, results, self._endings, target, self._more)
-        if outputs:
+        if outputs and versions((target, self._more)) == before:  # it writes to nothing
             self.mismatch = self._loss.mismatch(loss.detach(), outputs)
         if self._loss.metrics is not None:
             found = self._loss.measured(microbatch, key, results, self._endings, target)
@@ -391,7 +399,7 @@ class Loss:
         try:
             with torch.no_grad():
                 found = [
-                    self.function(output, *target, **more)
+                    self.function(output, *map_leaves(cloned, target), **map_leaves(cloned, more))
                     for output, target in zip(outputs, targets, strict=True)
                 ]
             whole, *parts = map(float, found)
@@ -445,6 +453,11 @@ def check_scalar(loss: object) -> None:
         raise InputError(
             f"the loss has shape {tuple(loss.shape)}, but a scalar is needed to differentiate; "
             "reduce it, with .mean() for instance"
+        )
+    if torch.is_grad_enabled() and loss.is_complex():
+        raise InputError(
+            f"the loss is complex ({loss.dtype}), and only a real one can be differentiated; use "
+            "its absolute value, for instance"
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise InputError(

@@ -41,7 +41,7 @@ from penstock.capture.randomness import (
     undisturbed,
     undisturbed_within,
 )
-from penstock.devices.kind import Recorder, Recording
+from penstock.devices.kind import GraphRecorder, Recording
 from penstock.devices.kinds import kind_of
 from penstock.devices.layout import ALIGNMENT, alike
 from penstock.devices.settings import TorchSettings
@@ -164,7 +164,7 @@ class Graphs:
         self._parameters = list(dict.fromkeys(module.parameters()))
         self._tensors = [*self._parameters, *dict.fromkeys(module.buffers())]
         self._draws = sum(node.target is draw for node in module.graph.nodes)
-        self._recorder: Recorder | None = None
+        self._recorder: GraphRecorder | None = None
         self._states: dict[Hashable, _State] = {}
         self._now = _State(())
         self._is_hooked = False

@@ -140,6 +140,8 @@ class Outcome:
             is something else.
         memory: what forwards have left in modules in another process, if that was asked for.
         kept: the shapes of values that stay with the workers, by number.
+        written: which of `"inputs"`, `"targets"` and `"loss_kwargs"` were written to in another
+            process, where the script does not see it.
     """
 
     results: dict[int, Values] = field(default_factory=dict)
@@ -156,6 +158,7 @@ class Outcome:
     mismatch: tuple[float, float] | None = None
     memory: Mapping[Any, Any] | None = None
     kept: dict[int, Shape] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -172,6 +175,7 @@ class Outcome:
             whole.buffers = whole.buffers or part.buffers
             whole.kept |= part.kept
             whole.mismatch = whole.mismatch or part.mismatch
+            whole.written += part.written
         return whole
 
     def __reduce__(self) -> Any:

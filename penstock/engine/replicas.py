@@ -31,7 +31,7 @@ from penstock.capture.history import history, nests
 from penstock.capture.preserve import own_generators
 from penstock.engine.batchnorm import BatchNorms
 from penstock.engine.ends import Outlet
-from penstock.engine.span import Entry, MicroBatch, Span, calls_of, read_by
+from penstock.engine.span import EntryNode, MicroBatch, Span, calls_of, read_by
 from penstock.engine.stage import Before, Stage
 from penstock.engine.turns import Turns
 from penstock.engine.twins import Twins
@@ -476,7 +476,7 @@ class SummedStage(Stage):
         terms, self._terms = self._terms, []
         self._total.add(self._number, terms)
 
-    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+    def _backward_of(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """Compute the gradients of a span's leaves apart from `.grad`, unless it is its turn.
 
         If it is, this adds to `.grad` as any backward does. Hooks of a leaf are called with the
@@ -514,14 +514,14 @@ class SummedStage(Stage):
         )
 
     def _backward_in_turn(
-        self, roots: Roots, gradients: Gradients, entry: Entry, leaves: Sequence[torch.Tensor]
+        self, roots: Roots, gradients: Gradients, entry: EntryNode, leaves: Sequence[torch.Tensor]
     ) -> None:
         """Add to `.grad` of these leaves as a backward does, when this micro-batch has its turn."""
         earlier, self._terms = self._terms, []
         with self._total.in_turn(self._number, earlier, leaves):
             self._add_directly(roots, gradients, entry)
 
-    def _add_directly(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+    def _add_directly(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """The backward of a span as on one device, which adds to `.grad`."""
         super()._backward_of(roots, gradients, entry)
 

@@ -27,10 +27,12 @@ from penstock.capture.meta import NoSavedTensors
 from penstock.capture.norms import only_normalises
 from penstock.capture.one_replica import may_have_a_twin
 from penstock.capture.randomness import Key
+from penstock.capture.trees import versions
 from penstock.engine.compiled import Compile, CompiledForward
 from penstock.engine.graphs import Graphs
 from penstock.engine.residents import Residents, States
 from penstock.engine.state import State, ValuesSaved, plain_attributes
+from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Values, edges
 from penstock.torch_internals import without_subclass_functions
 
@@ -247,7 +249,7 @@ class Passed(NamedTuple):
         roots: where the backward starts.
     """
 
-    entry: Entry
+    entry: EntryNode
     roots: Roots
 
 
@@ -255,7 +257,7 @@ Attributes = Mapping[nn.Module, Mapping[str, Any]]
 """The plain attributes of some modules."""
 
 
-class Recomputation(NamedTuple):
+class Rerun(NamedTuple):
     """How to pass a span again: the same values, random numbers, buffers and modes.
 
     Attributes:
@@ -266,6 +268,7 @@ class Recomputation(NamedTuple):
         state: what the modules remembered then.
         modes: autocast, as it was.
         attributes: of the modules that run apart, as they were.
+        versions: how often each of the values was written to.
     """
 
     span: Span
@@ -275,9 +278,20 @@ class Recomputation(NamedTuple):
     state: State
     modes: Ambient
     attributes: Attributes
+    versions: Sequence[int]
 
     def run(self) -> Passed:
-        """Run the forward again; what modules remember is left as it is now."""
+        """Run the forward again; what modules remember is left as it is now.
+
+        Raises:
+            InputError: an input of the model was written to meanwhile.
+        """
+        if versions(self.values) != self.versions:
+            raise InputError(
+                "a tensor that the forward needs again for recomputation was written to between "
+                "the forward and the backward. Give the pipeline a copy of it, x.clone(), or call "
+                "backward() before you write to it"
+            )
         now = self.span.state()
         self.state.put_back()
         try:
@@ -291,7 +305,7 @@ class Recomputation(NamedTuple):
 
 def run_span(
     span: Span, values: Values, sizes: Sizes, key: Key
-) -> tuple[Recomputation | Entry, Values]:
+) -> tuple[Rerun | EntryNode, Values]:
     """Run a span; what its backward needs, apart from its roots, and its results.
 
     The results of a span that is recomputed have no history, but ask for a gradient where they
@@ -303,14 +317,14 @@ def run_span(
     state = span.state()
     kept = tuple(_copied(v) if k in span.overwritten else v for k, v in enumerate(values))
     apart = span.attributes_apart()
-    recomputation = Recomputation(span, kept, sizes, key, state, ambient(), apart)
+    recomputation = Rerun(span, kept, sizes, key, state, ambient(), apart, versions(kept))
     entry, results = _run_without_saving(recomputation, values)
     if not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
         return entry, results  # all of it is frozen: there is no backward to run it again for
     return recomputation, tuple(_as_leaf(value) for value in results)
 
 
-def _run_without_saving(recomputation: Recomputation, values: Values) -> tuple[Entry, Values]:
+def _run_without_saving(recomputation: Rerun, values: Values) -> tuple[EntryNode, Values]:
     """Run a span's forward for its results, unless it computes gradients itself."""
     span = recomputation.span
     if not span.saves:
@@ -368,7 +382,7 @@ def run_backward(
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=leaves)
 
 
-class Entry:
+class EntryNode:
     """Catches the gradients of the values that entered a stage.
 
     Attributes:
@@ -392,14 +406,14 @@ class Entry:
             self.gradients[k] = gradient
 
 
-def enter(values: Values) -> tuple[Entry, Values]:
+def enter(values: Values) -> tuple[EntryNode, Values]:
     """The values without their history, in an autograd graph of the stage's own.
 
     They share memory with the originals and are no leaves, so a stage may begin with an operation
     in place; and all of them come from one autograd node, so that their gradients are caught
     together without passing through `.grad`.
     """
-    entry = Entry(values)
+    entry = EntryNode(values)
     if not entry.differentiable:
         return entry, values
     detached = [values[k].detach() for k in entry.differentiable]
@@ -415,7 +429,7 @@ class _Enter(torch.autograd.Function):
     """The identity; its backward hands the gradients to the entry and ends there."""
 
     @staticmethod
-    def forward(ctx: Any, entry: Entry, anchor: torch.Tensor, *values: torch.Tensor) -> Values:
+    def forward(ctx: Any, entry: EntryNode, anchor: torch.Tensor, *values: torch.Tensor) -> Values:
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)

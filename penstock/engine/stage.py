@@ -20,10 +20,10 @@ from penstock.capture.halves import Deferral, Pending, run_pending
 from penstock.engine.batchnorm import BatchNorms
 from penstock.engine.residents import Residents
 from penstock.engine.span import (
-    Entry,
+    EntryNode,
     MicroBatch,
     Passed,
-    Recomputation,
+    Rerun,
     Span,
     enter,
     run_backward,
@@ -40,7 +40,7 @@ class Held(NamedTuple):
         end: whose backward begins with what the sink gives.
     """
 
-    inner: list[Passed | Recomputation]
+    inner: list[Passed | Rerun]
     end: Passed
 
 
@@ -133,16 +133,14 @@ class Stage:
         values, self._arrived = self._arrived, ()
         sizes, key, way, _ = self.microbatches[microbatch]
         self.norms.current.microbatch = self.first + microbatch
-        inner: list[Passed | Recomputation] = []
+        inner: list[Passed | Rerun] = []
         *spans, last = self.ways[way]
         for span in spans:
             start, values = run_span(span, values, sizes, key)
-            inner.append(
-                start if isinstance(start, Recomputation) else Passed(start, edges(values))
-            )
+            inner.append(start if isinstance(start, Rerun) else Passed(start, edges(values)))
         start, values = run_span(last, values, sizes, key)
         self.norms.current.microbatch = None
-        if isinstance(start, Recomputation):  # the sink's own graph begins behind it
+        if isinstance(start, Rerun):  # the sink's own graph begins behind it
             inner.append(start)
             start, values = enter(values)
         before = self.record.enter(self.giving)
@@ -179,7 +177,7 @@ class Stage:
         del end
         while inner:
             passed = inner.pop()
-            entry, roots = self._again(passed) if isinstance(passed, Recomputation) else passed
+            entry, roots = self._again(passed) if isinstance(passed, Rerun) else passed
             self._backward_of(roots, gradients, entry)
             gradients = entry.gradients
             del passed, roots
@@ -200,14 +198,14 @@ class Stage:
             for before in sorted(self.deferred):
                 self.weight_backward(before)
 
-    def _again(self, passed: Recomputation) -> Passed:
+    def _again(self, passed: Rerun) -> Passed:
         """Run the forward of a span again."""
         before = self.record.enter(RECOMPUTATION)
         again = passed.run()
         self.record.note(before)
         return again
 
-    def _backward_of(self, roots: Roots, gradients: Gradients, entry: Entry) -> None:
+    def _backward_of(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """The backward of a span: gradients of parameters add up in `.grad`, others in `entry`."""
         run_backward(roots, gradients, self._leaves(entry))
 
@@ -215,7 +213,7 @@ class Stage:
         """Compute the weight halves that the backward has put off."""
         run_pending(self.deferred.pop(microbatch, ()), self.wanted)
 
-    def _leaves(self, entry: Entry) -> list[torch.Tensor] | None:
+    def _leaves(self, entry: EntryNode) -> list[torch.Tensor] | None:
         """What the backward of a span computes gradients of, beside what entered it."""
         if self.wanted is None:
             return None

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from penstock.board.activity import STARTING
-from penstock.capture.trees import cloned
+from penstock.capture.trees import cloned, versions
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.devices.kind import DeviceKind
 from penstock.devices.settings import TorchSettings
 from penstock.engine.hooks import silenced
+from penstock.engine.orders import Order
 from penstock.engine.state import kept
 from penstock.links.wire import SPIN
 from penstock.loading import (
@@ -29,6 +30,7 @@ from penstock.loading import (
 )
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly
+from penstock.workers.following import AttributeChanges, follow
 from penstock.workers.process_state import ProcessState
 from penstock.workers.remembering import Found, StateKey
 from penstock.workers.ways import modules_of
@@ -175,6 +177,48 @@ class WritePart:
         }
         tensors = {name: own.tensors[number] for name, number in self.tensors.items()}
         self.part.save(tensors, states, self.background)
+
+
+def follow_script(
+    own: ProcessState,
+    settings: TorchSettings | None,
+    training: Sequence[bool] | None,
+    attributes: AttributeChanges,
+) -> None:
+    """Have a worker's modules as the script's are, before a pass.
+
+    Args:
+        own: what the worker has.
+        settings: of torch, if they have changed.
+        training: for every module whether it is in training mode, if that has changed.
+        attributes: those that have changed.
+    """
+    if settings is not None:
+        settings.apply()
+    if training is not None:
+        for module, mode in zip(own.modules, training, strict=True):
+            module.training = mode
+    follow(own.modules, attributes)
+    own.memory.note(attributes)
+
+
+class Given:
+    """What a script has given to a pass, of which another process has copies.
+
+    Args:
+        order: the pass, with its loss.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._values: dict[str, object] = {"inputs": order.values}
+        if order.loss is not None:
+            self._values |= {"targets": order.loss.targets, "loss_kwargs": order.loss.more}
+        self._before = {name: versions(values) for name, values in self._values.items()}
+
+    def written(self) -> tuple[str, ...]:
+        """What was written to since."""
+        now = {name: versions(values) for name, values in self._values.items()}
+        return tuple(name for name, before in self._before.items() if now[name] != before)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from penstock.workers.following import AttributeChanges
 from penstock.workers.memories import Losses, SideEffects
 from penstock.workers.pool import Job, Pool
 from penstock.workers.remembering import Finder, Found, StateKey, changes, check_apart, make_all
-from penstock.workers.saving import Portion, SaveOrder
+from penstock.workers.saving import TIMEOUT, Portion, SaveOrder
 
 
 class DrivenWorkers(Workers):
@@ -44,13 +45,15 @@ class DrivenWorkers(Workers):
         self._lock = threading.RLock()  # a signal's handler may close, too
         self._starter: int | None = None  # the thread that gave the last jobs
         self._closer: int | None = None  # the one that closes
+        self._warned_of: set[str] = set()
 
     @abstractmethod
-    def _run(self, jobs: Sequence[Job]) -> list[Any]:
+    def _run(self, jobs: Sequence[Job], *, timeout: float | None = None) -> list[Any]:
         """Run a job on every worker, and wait for all.
 
         Args:
             jobs: by worker.
+            timeout: seconds; by default those that a pass may take.
         """
 
     @contextmanager
@@ -91,6 +94,28 @@ class DrivenWorkers(Workers):
     @abstractmethod
     def _finders(self) -> list[Finder]:
         """For every place in a replica, what finds the modules and tensors of workers there."""
+
+    def _warn_of(self, written: Iterable[str]) -> None:
+        """Warn once of each of the script's tensors that other processes have written to."""
+        for name in {*written} - self._warned_of:
+            self._warned_of.add(name)
+            who = "the model writes to its" if name == "inputs" else "the loss writes to its"
+            warnings.warn(
+                f"{who} {name} in place. The workers have copies of them, so what is written is "
+                "lost, other than on one device: the script's tensors stay as they were, and come "
+                'so with the next step. Use workers="threads", or write to copies '
+                "(tensor.clone()); what a loss remembers can be in buffers of a module",
+                stacklevel=2,
+            )
+
+    def _write(self, save: SaveOrder, shared: Numbered) -> list[Part]:
+        """Have every worker write its part of a checkpoint, and this process what is left."""
+        places = [member.place for member in self.members]
+        jobs, rest, portion, count = divided(save, shared, places)
+        self._run(jobs, timeout=TIMEOUT)
+        if rest is not None:
+            save.job(rest, portion)()
+        return save.parts(count - len(jobs))
 
     def left(self) -> SideEffects:
         """What forwards have left with the workers, and what losses may remember."""

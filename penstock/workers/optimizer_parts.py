@@ -132,3 +132,8 @@ def warn_of_no_gradients(groups: Groups) -> None:
             "backward. See docs/frameworks.md)",
             stacklevel=2,
         )
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of all its groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -107,3 +107,13 @@ def loading() -> Iterator[None]:
             f"{type(error).__name__}: {error}. It imports modules by their names, on the sys.path "
             'of this process; use workers="threads" for what cannot be imported'
         ) from error
+
+
+def unsent(error: Exception, worker: int) -> BaseException:
+    """The error of a worker whose result cannot be pickled."""
+    found = InputError(
+        f"the result of worker {worker} cannot be sent to the script's process: "
+        f'{type(error).__name__}: {error}. Use workers="threads"'
+    )
+    found.__cause__ = error
+    return found

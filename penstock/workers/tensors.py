@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.links.segment import Place
+from penstock.links.segment import TensorPlace
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dictionaries, or None
 
@@ -30,7 +30,7 @@ class Shared:
     """
 
     number: int
-    place: Place
+    place: TensorPlace
     is_parameter: bool
     attributes: dict[str, Any]
     hooks: tuple[Sequence[Any], Sequence[Any]]
@@ -49,7 +49,7 @@ class Shared:
         return parameter
 
 
-def described(number: int, tensor: torch.Tensor, place: Place) -> Shared:
+def described(number: int, tensor: torch.Tensor, place: TensorPlace) -> Shared:
     """A tensor for a worker, under this number, at this place."""
     is_parameter = isinstance(tensor, nn.Parameter)
     hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.capture import Join
-from penstock.engine.microbatch import check_mergeable, merge, split, split_rows
+from penstock.engine.microbatch import check_mergeable, merge, split
 from penstock.errors import InputError
+from penstock.profile.rows import split_rows
 
 counts = st.integers(1, 9)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import one_device, run_with_threads
-from penstock.engine.span import Recomputation
+from penstock.engine.span import Rerun
 from penstock.engine.stage import Stage
 from penstock.plan.request import spans
 from tests.plan.test_limits import hungry
@@ -175,9 +175,7 @@ def held(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> tuple[float, float]
 
     def counting(stage: Stage, microbatch: int) -> None:
         if stage.index == 0:
-            recipes = [
-                p for h in stage.held.values() for p in h.inner if isinstance(p, Recomputation)
-            ]
+            recipes = [p for h in stage.held.values() for p in h.inner if isinstance(p, Rerun)]
             tensors = [value for recipe in recipes for value in recipe.values]
             tensors += [holder.tensor for holder in saved]
             own = {p.data_ptr() for p in net.parameters()}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import one_device, run_with_threads
-from penstock.engine.span import Recomputation
+from penstock.engine.span import Rerun
 from tests.support.models import uniform_plan
 
 X, Y = torch.randn(11, 6), torch.randn(11, 6)
@@ -118,7 +118,7 @@ def test_a_frozen_half_has_no_backward(monkeypatch: pytest.MonkeyPatch, recomput
 
         def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             for inner, end in stage.held.values():
-                held.extend(p for p in inner if isinstance(p, Recomputation))
+                held.extend(p for p in inner if isinstance(p, Rerun))
                 held.extend(root for root in end.roots if root is not None)
                 held.extend(end.entry.differentiable)
             return F.mse_loss(output, target)

@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.devices.cores import flushes_denormal
+from penstock.torch_internals import nnpack_is_used
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -35,6 +36,10 @@ class Knows(nn.Module):
             torch.backends.mkldnn.enabled,
             flushes_denormal(),
             torch.backends.cuda.flash_sdp_enabled(),
+            torch.is_anomaly_enabled(),
+            not torch.is_anomaly_check_nan_enabled(),
+            nnpack_is_used(),
+            torch.backends.mkldnn.deterministic,
         ]
         return x + sum(2**k * bool(value) for k, value in enumerate(known))
 
@@ -43,7 +48,9 @@ def put_back() -> None:
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
-    torch.backends.mkldnn.set_flags(True)
+    torch.backends.mkldnn.set_flags(True, False)
+    torch.backends.nnpack.set_flags(True)
+    torch.set_anomaly_enabled(False)
     torch.set_flush_denormal(False)
     torch.backends.cuda.enable_flash_sdp(True)
 
@@ -60,6 +67,10 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "precision": lambda: torch.set_float32_matmul_precision("medium"),
     "mkldnn": lambda: torch.backends.mkldnn.set_flags(False),
     "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "anomaly": lambda: torch.set_anomaly_enabled(True),
+    "anomaly without NaN": lambda: torch.set_anomaly_enabled(True, check_nan=False),
+    "nnpack": lambda: torch.backends.nnpack.set_flags(False),
+    "deterministic mkldnn": lambda: torch.backends.mkldnn.set_flags(True, True),
     "denormal": lambda: torch.set_flush_denormal(True),
 }
 

@@ -29,8 +29,8 @@ from penstock.links.shared_memory import LinkSink, LinkSource
 from penstock.links.weights import Weights
 from penstock.plan import Plan
 from penstock.workers.assembly import Assembly, own_casts
-from penstock.workers.common_jobs import leaving_no_trace
-from penstock.workers.following import AttributeChanges, follow
+from penstock.workers.common_jobs import Given, follow_script, leaving_no_trace
+from penstock.workers.following import AttributeChanges
 from penstock.workers.members import Member
 from penstock.workers.memories import unchanged
 from penstock.workers.optimizer_parts import use_settings
@@ -245,8 +245,6 @@ class RunPass:
 
     def __call__(self, own: WorkerState) -> Outcome:
         """What has come of it; gradients are in the slot."""
-        if self.settings is not None:
-            self.settings.apply()
         with loading():
             loss: Loss | None = unpack(*self.loss, own.device_for) if self.loss else None
             attributes: AttributeChanges = (
@@ -254,17 +252,14 @@ class RunPass:
             )
         for mode, number in self.forgotten:
             own.assemblies[mode].forget(number)
-        if self.training is not None:
-            for module, training in zip(own.modules, self.training, strict=True):
-                module.training = training
-        follow(own.modules, attributes)
-        own.memory.note(attributes)
+        follow_script(own, self.settings, self.training, attributes)
         if self.gradients is not None:
             own.begin(self.gradients)
         if self.kind is not None:
             own.kinds[self.kind] = self.order.changed(microbatches=(), values=())
         assembly = own.assemblies[self.order.training]
         order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
+        given = Given(order)
         has_work = bool(own.replica.part_of(order.replica, len(order.microbatches))[0])
         keeping = unchanged(loss) if own.replica.of > 1 else nullcontext()
         try:
@@ -278,6 +273,7 @@ class RunPass:
             assembly.clear()
             own.clear()
             raise
+        outcome.written = given.written()
         if loss is not None and has_work:
             outcome.buffers = loss.buffers
         if order.what != "forward":  # whose graph may still need what there was before

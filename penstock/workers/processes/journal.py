@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from penstock.board.activity import UPDATING
 from penstock.engine.stage import Before
-from penstock.links.segment import ALIGNMENT, Place, Segment, aligned, place_of
+from penstock.links.segment import ALIGNMENT, Segment, TensorPlace, aligned, place_of
 from penstock.workers.optimizer_parts import part_of, use_settings
 from penstock.workers.processes.shared_model import Gradients
 from penstock.workers.processes.worker_state import WorkerState
@@ -216,7 +216,7 @@ class Adopt:
 
     number: int
     state: tuple[int, int]
-    entries: Sequence[tuple[int, str, Place]]
+    entries: Sequence[tuple[int, str, TensorPlace]]
     journal: tuple[int, int]
     chunks: Sequence[Sequence[int]]
     spans: Sequence[Spans]

@@ -20,7 +20,7 @@ from torch import nn
 
 from penstock.devices.kinds import kind_of
 from penstock.errors import InputError
-from penstock.links.segment import Place, Segment, fill, place_of
+from penstock.links.segment import Segment, TensorPlace, fill, place_of
 from penstock.links.shared_memory import Slots
 from penstock.torch_internals import storage_uses
 from penstock.workers.ownership import conflict
@@ -72,7 +72,7 @@ class SharedLocation:
 
     tensor: torch.Tensor
     segment: Segment | None
-    place: Place
+    place: TensorPlace
     address: int
 
     @property
@@ -81,7 +81,7 @@ class SharedLocation:
         return self.tensor.data_ptr() == self.address
 
 
-NewSlot = tuple[int, int, list[Place], Sequence[Any]]
+NewSlot = tuple[int, int, list[TensorPlace], Sequence[Any]]
 """A segment's grant and size, the places in it, and the tensors that are not in it but shared."""
 
 
@@ -157,7 +157,7 @@ class _Part:
     versions: _Versions = field(default_factory=_Versions)  # of the tensors
     crossing: _Versions = field(default_factory=_Versions)  # of those of others that they see
     parameters: list[nn.Parameter] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)  # of the parameters' gradients, and `present`
+    places: list[TensorPlace] = field(default_factory=list)  # of the gradients, and `present`
     size: int = 0  # of all that
     slots: Slots = field(default_factory=Slots)
     slot: int = -1
@@ -166,6 +166,7 @@ class _Part:
     addresses: list[int] = field(default_factory=list)  # of the tensors
     hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
+    _gradient_addresses: list[int] = field(default_factory=list)
     _made_slots: int = 0  # on a device other than the CPU
 
     @property
@@ -175,8 +176,15 @@ class _Part:
 
     def gradients(self) -> list[torch.Tensor]:
         """One for every parameter in the slot's memory, in the order of `parameters`."""
-        if not self._gradients and self.memory is not None:
+        if not self._are_in_segments or self.memory is None:
+            return self._gradients
+        if not self._gradients:
             self._gradients = [place.alone(self.memory) for place in self.places[:-1]]
+            self._gradient_addresses = [gradient.data_ptr() for gradient in self._gradients]
+        elif list(map(torch.Tensor.data_ptr, self._gradients)) != self._gradient_addresses:
+            for k, gradient in enumerate(self._gradients):  # `grad.data = ...`
+                if gradient.data_ptr() != self._gradient_addresses[k]:
+                    self._gradients[k] = self.places[k].alone(self.memory)
         return self._gradients
 
     def lay_out(self) -> None:
@@ -510,7 +518,7 @@ class SharedModel:
                 parameter.grad = None  # a hook has dropped it
 
 
-def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[Place], int]:
+def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[TensorPlace], int]:
     """Places for tensors, one behind the other."""
     places, size = [], 0
     for tensor in tensors:

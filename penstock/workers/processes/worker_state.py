@@ -31,7 +31,7 @@ from penstock.links.weights import Weights
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.torch_internals import foreach_copy_
 from penstock.workers.assembly import Assembly
-from penstock.workers.process_state import ProcessState, loading
+from penstock.workers.process_state import ProcessState, loading, unsent
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 from penstock.workers.processes.shared_model import Gradients
 from penstock.workers.processes.turns import Bells, Turnstile
@@ -181,7 +181,7 @@ class WorkerState(ProcessState):
         except Gone:
             raise
         except Exception as error:  # what cannot be pickled has not been sent in part
-            self._report(True, portable(_unsent(error, self.worker)))
+            self._report(True, portable(unsent(error, self.worker)))
 
     def _hear(self) -> None:
         """Read one message of the driver."""
@@ -523,12 +523,3 @@ def _named(error: BaseException, worker: int, doing: int) -> BaseException:
     named = WorkerError(*Activity.of(doing).where, error, worker)
     named.__traceback__ = error.__traceback__
     return named
-
-
-def _unsent(error: Exception, worker: int) -> BaseException:
-    found = InputError(
-        f"the result of worker {worker} cannot be sent to the driver's process: "
-        f'{type(error).__name__}: {error}. Use workers="threads"'
-    )
-    found.__cause__ = error
-    return found

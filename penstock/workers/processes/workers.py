@@ -34,7 +34,6 @@ from penstock.workers.common_jobs import Modes
 from penstock.workers.driven import (
     DrivenWorkers,
     bring,
-    divided,
     pack_named,
     packed_loss,
     packed_news,
@@ -65,7 +64,7 @@ from penstock.workers.processes.shared_model import SharedLocation, SharedModel
 from penstock.workers.processes.turns import INTEGER
 from penstock.workers.processes.worker_model import WorkerModel
 from penstock.workers.remembering import Finder, Found, StateKey
-from penstock.workers.saving import TIMEOUT, SaveOrder
+from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
@@ -368,6 +367,7 @@ class ProcessWorkers(DrivenWorkers):
                     self._memories[worker] = _kept(part.memory)
             outcome = Outcome.of(parts)
             bring(outcome.buffers, order.loss)
+            self._warn_of(outcome.written)
             if not self._pool.under_way:  # else what was sent may not have arrived
                 self._shared.confirm()
                 for remote in self._remotes:
@@ -479,12 +479,7 @@ class ProcessWorkers(DrivenWorkers):
         save.check_remote(self._parts)
         for place in self._places:
             self._shared.check_memory(place)
-        places = [member.place for member in self.members]
-        jobs, rest, portion, count = divided(save, self._shared, places)
-        self._run(jobs, timeout=TIMEOUT)
-        if rest is not None:
-            save.job(rest, portion)()
-        return save.parts(count - len(jobs))
+        return self._write(save, self._shared)
 
     def _run(
         self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None

@@ -23,8 +23,9 @@ from penstock.links.handshake import Listener
 from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.links.wire import SPIN
+from penstock.workers.common_jobs import Given
 from penstock.workers.pool import Job
-from penstock.workers.process_state import ProcessState, loading
+from penstock.workers.process_state import ProcessState, loading, unsent
 from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.workers import RankTicket
 from penstock.workers.ray.copies import ActorCopies, Copy
@@ -63,7 +64,7 @@ class ActorState(ProcessState):
         self.store: TCPStore | None = None
         self.model = nn.Module()
         self._have_nothing()
-        self.tickets: deque[tuple[Order, RankTicket, Copy | None]] = deque()
+        self.tickets: deque[tuple[Order, RankTicket, Copy | None, Given]] = deque()
         self.copies = ActorCopies()
         self.doing, self.given_up = -1, -2
         self._rank: ActorRank | None = None
@@ -225,7 +226,7 @@ class Actor:
         try:
             return failed, pickled(found)
         except Exception as error:
-            return True, pickled(portable(_unsent(error, own.worker)))
+            return True, pickled(portable(unsent(error, own.worker)))
 
     def give_up(self, number: int) -> None:
         """Give up this job and those before it; runs beside them, and may come after them."""
@@ -261,15 +262,6 @@ class Actor:
         stack = traceback.format_stack(frame)[-_FRAMES:] if frame else []
         said = [*rank.stacks().values(), "".join(stack).rstrip()]
         return "\n".join(said), rank.reading(), time.monotonic_ns()
-
-
-def _unsent(error: Exception, worker: int) -> BaseException:
-    found = InputError(
-        f"the result of worker {worker} cannot be sent to the script: "
-        f'{type(error).__name__}: {error}. Use workers="threads"'
-    )
-    found.__cause__ = error
-    return found
 
 
 def operation_of(job: Job) -> str:

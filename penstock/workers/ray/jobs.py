@@ -29,13 +29,12 @@ from penstock.links.local import Aborted
 from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
 from penstock.workers.clipping import Clipping
-from penstock.workers.common_jobs import leaving_no_trace
-from penstock.workers.following import follow
-from penstock.workers.optimizer_parts import own_groups, use_settings
+from penstock.workers.common_jobs import Given, follow_script, leaving_no_trace
+from penstock.workers.optimizer_parts import own_groups, parameters_of, use_settings
 from penstock.workers.pool import Job
 from penstock.workers.process_state import freeze, loading
 from penstock.workers.ranks.operations import GivenUp
-from penstock.workers.ranks.rendezvous import LISTEN, Entry, Others, launched
+from penstock.workers.ranks.rendezvous import LISTEN, Others, RankEntry, launched
 from penstock.workers.ray.actor import ActorState, operation_of, step_failed
 from penstock.workers.ray.copies import OF_OTHERS, OF_PASS, Copy
 from penstock.workers.ray.rank import ActorRank
@@ -76,7 +75,7 @@ class Introduce:
 
     path: Sequence[str]
 
-    def __call__(self, own: ActorState) -> tuple[Entry, str, str]:
+    def __call__(self, own: ActorState) -> tuple[RankEntry, str, str]:
         """Give what all know of it, to which the script adds the secret; its node and its address.
 
         The node is what Ray calls it.
@@ -87,7 +86,7 @@ class Introduce:
         cores = len(os.sched_getaffinity(0))
         me = this_machine(), socket.gethostname(), os.getpid(), _CPU, cores
         node: str = ray.get_runtime_context().get_node_id()
-        return Entry(*me, "", started_at()), node, ray.util.get_node_ip_address()
+        return RankEntry(*me, "", started_at()), node, ray.util.get_node_ip_address()
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class Join:
     """
 
     plan: Plan
-    entries: Sequence[Entry]
+    entries: Sequence[RankEntry]
     addresses: Sequence[Address]
     port: int
     threads: int
@@ -317,18 +316,13 @@ class StartPass:
         for mode, number in self.forgotten:
             own.rank.forget(mode, number)
         order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
+        given = Given(order)
         ticket = own.rank.start_within(self._around(own, attributes), order)
-        own.tickets.append((order, ticket, self.copy))
+        own.tickets.append((order, ticket, self.copy, given))
 
     @contextmanager
     def _around(self, own: ActorState, attributes: Any) -> Iterator[None]:
-        if self.settings is not None:
-            self.settings.apply()
-        if self.training is not None:
-            for module, training in zip(own.modules, self.training, strict=True):
-                module.training = training
-        follow(own.modules, attributes)
-        own.memory.note(attributes)
+        follow_script(own, self.settings, self.training, attributes)
         self.news.apply(own)
         order, assembly = self.order, own.rank.assembly(self.order.training)
         is_kept = order.trial or order.again
@@ -373,9 +367,10 @@ class FinishPass:
         places = [k for k, (order, *_) in enumerate(own.tickets) if order.number == self.number]
         if not places:
             raise GivenUp
-        order, ticket, copy = own.tickets[places[0]]
+        order, ticket, copy, given = own.tickets[places[0]]
         del own.tickets[places[0]]
         outcome = own.rank.finish(ticket)
+        outcome.written = given.written()
         if order.loss is not None:
             outcome.buffers = order.loss.buffers
         replaced = []
@@ -453,7 +448,7 @@ class Step:
         """Step the part with the settings that the script has now."""
         part = own.optimizers[self.number]
         use_settings(part, self.settings)
-        owned = [p for group in part.param_groups for p in group["params"]]
+        owned = parameters_of(part)
         own.rank.update(lambda: self._step(own, part), owned)
 
     def _step(self, own: ActorState, part: Optimizer) -> None:

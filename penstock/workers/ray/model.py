@@ -15,6 +15,7 @@ from penstock.errors import InputError
 from penstock.links.segment import place_of
 from penstock.workers.ray.gradients import GradientElsewhere
 from penstock.workers.ray.jobs import Delivery, TensorChanges
+from penstock.workers.state_hook import StateHook
 from penstock.workers.tensors import Shared, described, hooks_of_tensors
 
 _AGAIN = (
@@ -49,7 +50,7 @@ class DriverModel:
         self._has_news = False  # of which no copy is to be made yet
         self._is_closed = False
         self._is_sending = False
-        hook = _Hook(self)
+        hook = StateHook(model, self.check_read)
         self._handles = [m.register_state_dict_pre_hook(hook) for m in model.modules()]
         self._watched = weakref.WeakSet(model.modules())
 
@@ -390,31 +391,3 @@ class _Draft:
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
     """What is another one when the tensor has been changed in place, or has other memory."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
-
-
-class _Hook:
-    """Calls `check_read`; in copies of the model it does nothing."""
-
-    def __init__(self, watch: DriverModel) -> None:
-        self._watch: DriverModel | None = watch
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Called by `state_dict()`; with `keep_vars` the live tensors are wanted, not a state."""
-        if self._watch is not None and not keep_vars:
-            self._watch.check_read(module, is_part=bool(prefix))
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        if self._watch is not None:  # the model is pickled: `torch.save(model)`
-            self._watch.check_read(self._watch._model)
-        return _hook_of_copy, ()
-
-
-def _hook_of_copy() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """The hook of a copy."""

@@ -18,7 +18,7 @@ from penstock.links.local import Aborted
 from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 from penstock.workers.ranks.operations import GivenUp
-from penstock.workers.ranks.rendezvous import Entry
+from penstock.workers.ranks.rendezvous import RankEntry
 from penstock.workers.ray.actor import Actor, ActorState, operation_of
 from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.copies import Entries
@@ -194,7 +194,7 @@ class ActorPool(Pool):
         self._actors[:] = [self._actors[k] for k in order]
         self._bundles[:] = [self._bundles[k] for k in order]
 
-    def know(self, places: Sequence[tuple[Entry, str, bool]]) -> None:
+    def know(self, places: Sequence[tuple[RankEntry, str, bool]]) -> None:
         """Know where the workers are.
 
         Args:

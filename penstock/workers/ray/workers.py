@@ -33,7 +33,6 @@ from penstock.workers.common_jobs import Modes
 from penstock.workers.driven import (
     DrivenWorkers,
     bring,
-    divided,
     pack_named,
     packed_loss,
     packed_news,
@@ -73,7 +72,7 @@ from penstock.workers.ray.parts import ActorParts
 from penstock.workers.ray.pool import ActorPool, ActorSurvivors
 from penstock.workers.ray.watch import ClusterWatch
 from penstock.workers.remembering import Finder
-from penstock.workers.saving import TIMEOUT, SaveOrder
+from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
 _BUILD_TIMEOUT = 300.0  # seconds; a node may have to prepare an environment first
@@ -370,6 +369,7 @@ class RayWorkers(DrivenWorkers):
         if order.what != "backward" and not order.trial:
             self._model.has_changed(self._changing[order.training].values())
         bring(outcome.buffers, order.loss)
+        self._warn_of(outcome.written)
         return outcome
 
     def give_up(self, why: BaseException) -> None:
@@ -658,12 +658,7 @@ class RayWorkers(DrivenWorkers):
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
         self._run(self._with_news(Update))
-        places = [member.place for member in self.members]
-        jobs, rest, portion, count = divided(save, _At(self._model), places)
-        self._run(jobs, timeout=TIMEOUT)
-        if rest is not None:
-            save.job(rest, portion)()
-        return save.parts(count - len(jobs))
+        return self._write(save, _At(self._model))
 
     # -- what they remember ---------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
@@ -70,8 +71,8 @@ class ThreadWorkers(Workers):
         self._per_replica = count = plan.workers_per_replica
         self.members = members_here(devices, per_replica=count)
         self.homes = homes = [devices[worker] for worker in plan.placement]
-        self._turns = AllTurns(self._waiting)
         self._records: dict[int, Record] = {}  # by the thread that writes them
+        self._turns = AllTurns(self._records)
         stages = range(len(plan.stages) if plan.replicas > 1 else 0)
         shared = {index: InOrder(self._turns.make) for index in stages}
         self._gate = gate
@@ -153,7 +154,10 @@ class ThreadWorkers(Workers):
         order = order.changed(before=self._ran)
         handover = Handover(self._with_streams)
         fresh = not self._handovers
-        jobs = [partial(self._pass, member, order, handover, fresh) for member in self.members]
+        jobs = [  # in the script's context, of which each thread needs a copy of its own
+            partial(copy_context().run, self._pass, member, order, handover, fresh)
+            for member in self.members
+        ]
         self._forget_casts()
         try:
             self._backups.begin(order.number, self._before_replicas(order))
@@ -208,11 +212,6 @@ class ThreadWorkers(Workers):
         if wanted is not None and member.number in self._twins:
             wanted = self._twins[member.number].parameters(wanted)
         return assembly.run(member.place, order.changed(wanted=wanted), record)
-
-    def _waiting(self) -> AbstractContextManager[None]:
-        """Around a wait for the turn of a micro-batch; noted by the thread of a worker."""
-        record = self._records.get(threading.get_ident())
-        return record.waiting() if record else nullcontext()
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and drop the backups by which it could have been undone."""

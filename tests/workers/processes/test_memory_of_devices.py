@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.links.segment import Place, brought
+from penstock.links.segment import TensorPlace, brought
 from penstock.workers.processes import shared_model as module
 from penstock.workers.processes.shared_model import SharedModel
 
@@ -164,4 +164,4 @@ def test_tensors_know_how_far_behind_an_alignment_they_were(
             return 4096 + 300
 
     place = module.place_of(Elsewhere(), 64)  # type: ignore[arg-type]
-    assert place == Place(torch.float32, (2, 2), (2, 1), 64, False, 300 % 256)
+    assert place == TensorPlace(torch.float32, (2, 2), (2, 1), 64, False, 300 % 256)
