@@ -37,7 +37,7 @@ class Path(nn.Module):
         self.p: float | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.p is None or not self.training:
+        if not self.p or not self.training:
             return x
         return x * torch.bernoulli(torch.full((len(x), 1), 1 - self.p))
 

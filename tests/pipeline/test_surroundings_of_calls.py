@@ -119,7 +119,7 @@ def padded(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def shifted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    target.clamp_(max=2).add_(1)
+    target.add_(1)
     return F.mse_loss(output.mean(1), target.float())
 
 
