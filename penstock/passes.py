@@ -408,17 +408,14 @@ def step_result(
     """
     if not objective.wants_more:
         return outcome.loss
-    there = {"outputs": outcome.results, "metrics": outcome.metrics}
-    wanted = {"outputs": bool(objective.outputs), "metrics": objective.metrics is not None}
-    for name, found in there.items():
-        if wanted[name] and not found:
-            raise InputError(_missing(name))
-    metrics = [outcome.metrics[k] for k in sorted(outcome.metrics)]
-    return StepResult(
-        outcome.loss,
-        result(outcome.parts) if result else None,
-        metrics if wanted["metrics"] else None,
-    )
+    if objective.outputs and not outcome.results:
+        raise InputError(_missing("outputs"))
+    metrics = None
+    if objective.metrics is not None:
+        if not outcome.metrics:
+            raise InputError(_missing("metrics"))
+        metrics = [outcome.metrics[k] for k in sorted(outcome.metrics)]
+    return StepResult(outcome.loss, result(outcome.parts) if result else None, metrics)
 
 
 def _missing(name: str) -> str:

@@ -287,10 +287,10 @@ class Call:
             call's random numbers, so these do not depend on what else is recorded around it.
         looks: whether a closed module looks at values, and may decide by them what it gives.
         may_size: whether it looks at some from which sizes can come; a yes or no is none.
-        asked_in: the open module whose Python has asked for a size of its result, though that may
-            be another one for other values; `None` if none has.
-        asked: which sizes: the dimensions of each leaf of the result; `GRADIENT` among them stands
-            for whether it requires a gradient.
+        inspected_in: the open module whose Python has asked for a size of its result, though that
+            may be another one for other values; `None` if none has.
+        inspected: which sizes: the dimensions of each leaf of the result; `GRADIENT` among them
+            stands for whether it requires a gradient.
         classes: of a call that looks at values, those of the tensors in its result.
         same: which leaves of `(args, kwargs)` these are, and whether they are views of others,
             where Python may ask which object a tensor is.
@@ -311,8 +311,8 @@ class Call:
     identity: int = 0
     looks: bool = field(default=False, compare=False, repr=False)
     may_size: bool = field(default=False, compare=False, repr=False)
-    asked_in: str | None = field(default=None, compare=False, repr=False)
-    asked: dict[int, set[int]] = field(default_factory=dict, compare=False, repr=False)
+    inspected_in: str | None = field(default=None, compare=False, repr=False)
+    inspected: dict[int, set[int]] = field(default_factory=dict, compare=False, repr=False)
     classes: tuple[type | None, ...] = field(default=(), compare=False, repr=False)
     same: Same | None = field(default=None, compare=False, repr=False)
     by_inputs: bool = field(default=False, compare=False, repr=False)
@@ -327,7 +327,7 @@ class Call:
     def may_matter(self) -> bool:
         """Whether the Python around it goes by what values may decide, beyond those of a tensor."""
         decides = self.looks and (self.result is not None or self.same is not None)
-        return bool(self.asked) or decides
+        return bool(self.inspected) or decides
 
     @property
     def sized_as(self) -> str | int:
@@ -588,7 +588,7 @@ class Trace:
 
 def _does_something(call: Call) -> bool:
     """Whether a call does more than to give a result."""
-    return bool(call.is_module or call.random or call.mutates or call.looks or call.asked)
+    return bool(call.is_module or call.random or call.mutates or call.looks or call.inspected)
 
 
 def function_name(function: Callable[..., Any]) -> str:

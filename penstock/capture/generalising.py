@@ -129,7 +129,7 @@ def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool
         training: the mode.
     """
     looking = [call for call in trace.calls if call.by_inputs and call.may_matter]
-    asked = {c.sized_as for c in looking if c.asked} - forward.opening.sized
+    inspected = {c.sized_as for c in looking if c.inspected} - forward.opening.sized
     suspected = may_be_sized_by_values(trace) - forward.opening.sized
     chance = bool(suspected) and any(call.random for call in trace.calls)
     if not (looking or chance):
@@ -140,7 +140,7 @@ def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool
         other = forward.record(sizes, training, KEY._replace(step=1, microbatch=k))[0]
         found |= differently_sized(first, other, suspected)
     for other in _of_single_rows(forward, sizes, training) if looking else ():
-        found |= differently_sized(first, other, asked)
+        found |= differently_sized(first, other, inspected)
         if (call := decided_otherwise(first, other)) is not None:
             raise Unrecordable(
                 call.path, f"{call.label} looks at values, and gives something else for other ones"

@@ -148,22 +148,22 @@ def as_recorded(recorded: Recorded, expected: Sequence[Expected], result: Any) -
     leaves, structure = flatten(result)
     if structure != recorded.structure:
         raise InputError(_decided(recorded, "gives another structure than"))
-    for leaf, told in zip(leaves, expected, strict=True):
-        if told is not None and (how := _differs(leaf, told)):
+    for leaf, wanted in zip(leaves, expected, strict=True):
+        if wanted is not None and (how := _differs(leaf, wanted)):
             raise InputError(_decided(recorded, how))
     return result
 
 
-def _differs(leaf: Any, told: tuple[Any, ...]) -> str:
+def _differs(leaf: Any, wanted: tuple[Any, ...]) -> str:
     """How a leaf differs from what was recorded; empty if it does not."""
     is_tensor = isinstance(leaf, torch.Tensor)
-    if told[0] == "data":
+    if wanted[0] == "data":
         now = "a tensor" if is_tensor else repr(leaf)
-        same = not is_tensor and same_constant(leaf, told[1])
-        return "" if same else f"gives {now}, and not {told[1]!r} as"
+        same = not is_tensor and same_constant(leaf, wanted[1])
+        return "" if same else f"gives {now}, and not {wanted[1]!r} as"
     if not is_tensor:
         return f"gives {leaf!r}, and not a tensor as"
-    _, sizes, dtype, layout, kind, gradient = told
+    _, sizes, dtype, layout, kind, gradient = wanted
     if (leaf.dtype, leaf.layout) != (dtype, layout):
         return f"gives a tensor of {leaf.dtype}, {leaf.layout}, and not of {dtype}, {layout} as"
     if kind is not None and type(leaf) is not kind:

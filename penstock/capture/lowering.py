@@ -140,7 +140,7 @@ class _Lowering:
         else:
             node = self._function(call.target, args, kwargs)
         node.meta["result_of"] = number
-        if call.asked and not call.looks:
+        if call.inspected and not call.looks:
             node = self.graph.call_function(as_recorded, (*self._recorded(call), node))
         self._results[number] = node, call.result
         for new in islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
@@ -191,20 +191,22 @@ class _Lowering:
         """What is known of a call's result, and of its leaves, see `penstock.capture.looking`."""
         leaves = enumerate(tree_leaves((call.args, call.kwargs)))
         written = frozenset(k for k, leaf in leaves if leaf in call.mutates)
-        recorded = Recorded(call.label, call.path, call.asked_in, call.result, written, call.same)
+        recorded = Recorded(
+            call.label, call.path, call.inspected_in, call.result, written, call.same
+        )
         expected = [
-            self._expected(leaf, call.asked.get(k, set()), kind)
+            self._expected(leaf, call.inspected.get(k, set()), kind)
             for k, (leaf, kind) in enumerate(zip_longest(call.outputs, call.classes))
         ]
         return self._constant(recorded), expected
 
-    def _expected(self, leaf: Any, asked: Collection[int], kind: type | None) -> Any:
+    def _expected(self, leaf: Any, inspected: Collection[int], kind: type | None) -> Any:
         if not isinstance(leaf, TensorInfo):
             return None if leaf is OPAQUE else ("data", self._leaf(leaf))
         known = enumerate(leaf.shape)
-        sizes = [None if k not in asked or isinstance(n, Irregular) else n for k, n in known]
+        sizes = [None if k not in inspected or isinstance(n, Irregular) else n for k, n in known]
         built = [None if n is None else self._leaf(n) for n in sizes]
-        gradient = leaf.requires_grad if GRADIENT in asked else None
+        gradient = leaf.requires_grad if GRADIENT in inspected else None
         built_kind = None if kind is None else self._constant(kind)
         return "tensor", built, leaf.dtype, leaf.layout, built_kind, gradient
 

@@ -81,7 +81,7 @@ from penstock.capture.randomness import (
 )
 from penstock.capture.reads import NotedReads
 from penstock.capture.returned import MadeHere, tensors_in
-from penstock.capture.sizing import Sizing, Sizings, dims_asked
+from penstock.capture.sizing import Sizing, Sizings, dims_inspected
 from penstock.capture.surroundings import Surroundings
 from penstock.capture.trees import (
     Structure,
@@ -545,14 +545,14 @@ class Recorder(TorchFunctionMode):
         for leaf in tree_leaves((tuple(args), dict(kwargs))):
             known = self.known.get(leaf) if isinstance(leaf, torch.Tensor) else None
             if isinstance(known, Ref) and self.sizings.depends(known):
-                dims = dims_asked(name, leaf.ndim, args, kwargs, sys._getframe(3))
-                self.sizings.check_asked(known, self._open[-1], dims)
+                dims = dims_inspected(name, leaf.ndim, args, kwargs, sys._getframe(3))
+                self.sizings.check_inspected(known, self._open[-1], dims)
 
     def _note_gradients(self, leaves: Sequence[Any]) -> None:
         """Note that Python asks whether tensors require gradients that may by their values."""
         for known in map(self.known.get, leaves):
             if isinstance(known, Ref) and self.sizings.may_depend(known):
-                self.sizings.note_asked(known, self._open[-1], (GRADIENT,))
+                self.sizings.note_inspected(known, self._open[-1], (GRADIENT,))
 
     def _check_strides(self, leaves: Sequence[Any]) -> None:
         """Raise if Python asks how tensors lie in memory where values may decide it."""

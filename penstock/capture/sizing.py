@@ -164,7 +164,7 @@ class Sizings:
         """Whether what it is may depend on values, though so far they made no difference."""
         return value in self._perhaps
 
-    def check_asked(self, value: Ref, path: str, dims: Iterable[int]) -> None:
+    def check_inspected(self, value: Ref, path: str, dims: Iterable[int]) -> None:
         """Python asks for sizes of a value on which it depends that it is as large as it is.
 
         Args:
@@ -179,19 +179,19 @@ class Sizings:
             raise Unrecordable(
                 path, "its Python asks for the size of a tensor that depends on values"
             )
-        self.note_asked(value, path, dims)
+        self.note_inspected(value, path, dims)
 
-    def note_asked(self, value: Ref, path: str, dims: Iterable[int]) -> None:
+    def note_inspected(self, value: Ref, path: str, dims: Iterable[int]) -> None:
         """Note that Python asks for something of a value that may depend on values.
 
         Args:
             value: the value.
             path: the open module whose Python does.
-            dims: the dimensions, see `Call.asked`.
+            dims: the dimensions, see `Call.inspected`.
         """
         call = self._trace.calls[value.call]
-        call.asked_in = path if call.asked_in is None else call.asked_in
-        call.asked.setdefault(value.leaf, set()).update(dims)
+        call.inspected_in = path if call.inspected_in is None else call.inspected_in
+        call.inspected.setdefault(value.leaf, set()).update(dims)
         call.by_inputs |= self._perhaps[value]
 
     def is_dynamic(self, value: Value) -> bool:
@@ -212,7 +212,7 @@ def _by_values(call: Call) -> bool:
     return by_tensor or name in _OF_SPARSE
 
 
-def dims_asked(
+def dims_inspected(
     name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any], frame: FrameType
 ) -> list[int]:
     """The dimensions for whose sizes Python asks.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
+from penstock.cadence import wait_until
 from penstock.checkpoint.batches import Batches
 from penstock.checkpoint.checkpoint import Checkpoint, Restorable, load
 from penstock.checkpoint.sigterm import Sigterm
@@ -129,11 +129,8 @@ class Autosave:
     def _end(self, trained: int, workers: Workers) -> NoReturn:
         """End this process, with code 0 if it is one of those that were asked to."""
         saved = f"the run is saved in {self._folder} after {trained} steps, and ends"
-        deadline = time.monotonic() + _HEARS
-        while not workers.was_asked_to_stop:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"penstock: another machine was asked to stop by SIGTERM: {saved}")
-            time.sleep(_PAUSE)
+        if not wait_until(lambda: workers.was_asked_to_stop, _HEARS, _PAUSE):
+            raise SystemExit(f"penstock: another machine was asked to stop by SIGTERM: {saved}")
         if workers.role.leads:
             print(f"penstock: SIGTERM: {saved}", file=sys.stderr, flush=True)
         raise SystemExit(0)

@@ -87,7 +87,7 @@ class Accelerator(DeviceKind):
         self._module.synchronize(device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """As PyTorch says."""
+        """Whether it is in memory that the device can copy from by itself."""
         return tensor.is_pinned()
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Accelerator(DeviceKind):
         return tensor.pin_memory()
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
-        """As the driver says."""
+        """What is free and what there is, by the driver; `None` if it does not say."""
         found = getattr(self._module, "mem_get_info", None)
         return None if found is None else DeviceMemory(*map(int, found(device)))
 

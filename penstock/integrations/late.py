@@ -24,7 +24,11 @@ from penstock.workers.optimizer_parts import move_state
 from penstock.workers.ray.options import Ray
 
 _OWN = ("self", "model", "args", "kwargs", "program")
-_KNOWN = [name for name in inspect.signature(Pipeline.__init__).parameters if name not in _OWN]
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(Pipeline.__init__).parameters.items()
+    if name not in _OWN
+}
 _OF_STEPS = {
     name
     for name, parameter in inspect.signature(Pipeline.train_step).parameters.items()
@@ -177,9 +181,9 @@ def check_options(options: Mapping[str, Any]) -> None:
                 f"{name}= is not given: the first batch is the example from which the pipeline is "
                 "built"
             )
-        if name not in _KNOWN:
-            close = difflib.get_close_matches(name, _KNOWN, 1)
-            hint = f"; did you mean {close[0]}=?" if close else f"; it has {', '.join(_KNOWN)}"
+        if name not in _DEFAULTS:
+            close = difflib.get_close_matches(name, _DEFAULTS, 1)
+            hint = f"; did you mean {close[0]}=?" if close else f"; it has {', '.join(_DEFAULTS)}"
             raise InputError(f"penstock.Pipeline has no option {name}={options[name]!r}{hint}")
     workers = _worker_options(options).workers
     if workers == "ray" or isinstance(workers, Ray):
@@ -214,13 +218,14 @@ def are_ranks(options: Mapping[str, Any]) -> bool:
 
 
 def _worker_options(options: Mapping[str, Any]) -> WorkerOptions:
+    chosen = {**_DEFAULTS, **options}
     return WorkerOptions(
-        options.get("workers", "auto"),
-        options.get("devices"),
-        options.get("timeout"),
-        options.get("allocator", "keep"),
-        threads=options.get("threads_per_worker") or 0,
-        on_failure=options.get("on_failure", "raise"),
+        chosen["workers"],
+        chosen["devices"],
+        chosen["timeout"],
+        chosen["allocator"],
+        threads=chosen["threads_per_worker"] or 0,
+        on_failure=chosen["on_failure"],
     )
 
 

@@ -12,6 +12,7 @@ from penstock.account.history import History, read_run
 from penstock.board.process import is_alive
 from penstock.board.runs import Run, find
 from penstock.board.served import Remote, others_of, url_of
+from penstock.cadence import wait_until
 from penstock.errors import InputError
 
 _OFTEN = 10.0  # seconds after which other ranks are looked for again
@@ -45,11 +46,10 @@ class Served:
     def wait_for_others(self) -> None:
         """Wait for the first answers of other ranks, of those that answer."""
         self._look_for_others()
-        end = time.monotonic() + 1
-        while time.monotonic() < end and not all(
-            other.is_alive or other.problem for other in self._others.values()
-        ):
-            time.sleep(0.02)
+        others = self._others.values()
+        wait_until(
+            lambda: all(other.is_alive or other.problem for other in others), seconds=1, pause=0.02
+        )
 
     def close(self) -> None:
         """Ask no more."""

@@ -93,7 +93,7 @@ class CapacityError(PlanError):
 
     @cached_property
     def shortfall(self) -> Shortfall:
-        """By how much, and where."""
+        """How many bytes are missing, and in which calls; it is found when somebody asks."""
         return self._find()
 
     def __str__(self) -> str:

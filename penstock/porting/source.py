@@ -169,7 +169,7 @@ class Script:
         return found
 
     def calls(self) -> list[ast.Call]:
-        """All calls."""
+        """All calls in the script, of functions and classes alike."""
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
 
     def walk(self, scope: Scope) -> Iterator[ast.AST]:

@@ -37,7 +37,7 @@ class Refusal(Exception):  # noqa: N818 - most of them are the client's
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The response: an `error` with message, type, parameter and code, in OpenAI's form."""
         kind = "server_error"
         if self.status == 429:
             kind = "rate_limit_error"

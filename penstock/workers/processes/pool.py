@@ -21,6 +21,7 @@ import torch
 from penstock.board.activity import STARTING, Activity
 from penstock.board.memory import Board
 from penstock.board.runs import new_board
+from penstock.cadence import wait_until
 from penstock.errors import BY_USER, IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.forks import disown_in_forks
 from penstock.links.local import Aborted
@@ -88,9 +89,7 @@ class _Process:
 
     def how_it_ended(self) -> str:
         """Its exit code or signal in words; waits up to a second for it to end."""
-        deadline = time.monotonic() + 1.0
-        while not self.has_ended() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(self.has_ended, seconds=1.0, pause=0.005)
         code, pid = self.popen.returncode, self.popen.pid
         if self.how:
             return f"(process {pid}) {self.how}"
@@ -544,9 +543,7 @@ def _dismiss(processes: Sequence[_Process], leave: float) -> None:
     try:
         for process in processes:
             process.wire.close()
-        deadline = time.monotonic() + leave
-        while time.monotonic() < deadline and not _all_ended(processes):
-            time.sleep(0.002)
+        wait_until(lambda: _all_ended(processes), leave, pause=0.002)
     finally:
         for process in processes:
             process.kill()

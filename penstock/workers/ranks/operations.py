@@ -336,8 +336,8 @@ class Ranks:
         """
         errors = (report.error for report in self._reports.values())
         failed = [error for error in errors if error is not None]
-        told = any(isinstance(error, GivenUp) for error in failed)
-        return told and all(isinstance(error, GivenUp | Aborted) for error in failed)
+        given_up = any(isinstance(error, GivenUp) for error in failed)
+        return given_up and all(isinstance(error, GivenUp | Aborted) for error in failed)
 
     def _poller(self, fd: int) -> select.poll:
         """Looks at a socket, and at those to other ranks."""

@@ -2,9 +2,9 @@
 
 *The default group.* torchrun's agent lends the ranks its own store, and keeps it when it restarts
 them. There they would find the addresses of the processes that are gone, and try to connect to
-them. So every attempt has a part of the store for itself. Its name has to be agreed on: the number
-of restarts that an agent tells its ranks is its own, which differs between machines, and stays when
-a machine joins.
+them. So every attempt has a part of the store for itself. Its name has to be the same for all: the
+number of restarts that an agent tells its ranks is its own, which differs between machines, and
+stays when a machine joins.
 
 Every rank leaves a random word. Rank 0 answers with a new name for the attempt and the words that
 it has found. Whose word is among them says so; others, whose place had the word of an earlier
@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from penstock.cadence import wait_until
 from penstock.errors import InputError
 from penstock.links.process_group import Peer
 
@@ -102,11 +102,8 @@ def attempt_of(store: Store, rank: int, count: int, timeout: float) -> Store:
     word = secrets.token_hex(8)
     shared.set(f"word {rank}", word)
     look = _leading(shared, count) if rank == 0 else _following(shared, rank, word)
-    deadline = time.monotonic() + timeout
-    while not (name := look()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank {rank} waited {timeout:.0f} s for {count - 1} other ranks")
-        time.sleep(_PAUSE)
+    if not (name := wait_until(look, timeout, _PAUSE)):
+        raise TimeoutError(f"rank {rank} waited {timeout:.0f} s for {count - 1} other ranks")
     return PrefixStore(f"{_PREFIX} {name}", store)
 
 
@@ -122,7 +119,7 @@ def _leading(store: Store, count: int) -> Callable[[], str]:
             store.set("name", " ".join([name, *words]))
         if not name or any(_read(store, f"knows {k}") != name for k in range(1, count)):
             return ""
-        store.set("agreed", name)
+        store.set("confirmed", name)
         return name
 
     return look
@@ -136,7 +133,7 @@ def _following(store: Store, rank: int, word: str) -> Callable[[], str]:
         if rank >= len(words) or words[rank] != word:
             return ""
         store.set(f"knows {rank}", name)
-        return name if _read(store, "agreed") == name else ""
+        return name if _read(store, "confirmed") == name else ""
 
     return look
 

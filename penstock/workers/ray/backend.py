@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from penstock.cadence import wait_until
 from penstock.devices.choice import Devices
 from penstock.errors import InputError
 from penstock.plan import Plan
@@ -90,17 +90,14 @@ class RayBackend(DrivenBackend):
 
     def _room(self, least: int, most: int) -> int:
         """As many workers as the cluster has room for; waits for that of the fewest."""
-        deadline = time.monotonic() + self._options.wait
         cpus = self._options.cpus or 1
-        while (room := self._cluster.room(cpus)) < least:
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"the cluster has room for {room} workers with {cpus} CPUs each, and at least "
-                    f"{least} are needed; it was waited for more for {self._options.wait:g} s. Add "
-                    "nodes, or give ps.Ray other min=, cpus= or wait="
-                )
-            time.sleep(_PAUSE)
-        return min(room, most)
+        if wait_until(lambda: self._cluster.room(cpus) >= least, self._options.wait, _PAUSE):
+            return min(self._cluster.room(cpus), most)
+        raise InputError(
+            f"the cluster has room for {self._cluster.room(cpus)} workers with {cpus} CPUs each, "
+            f"and at least {least} are needed; it was waited for more for "
+            f"{self._options.wait:g} s. Add nodes, or give ps.Ray other min=, cpus= or wait="
+        )
 
     def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
         others = [str(device) for device in devices if device.type != "cpu"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from penstock.cadence import wait_until
 from penstock.devices.cores import cores
 from penstock.errors import InputError, PenstockError
 from penstock.workers.ray.options import Ray
@@ -204,19 +204,20 @@ class Cluster:
         Raises:
             InputError: the cluster has not had so much room in time.
         """
-        deadline = time.monotonic() + self.options.wait
-        while True:
-            free = [bundle for bundle in self.placed(group) if bundle not in taken]
-            if len(free) >= count:
-                return sorted(free)[:count]
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"{count} workers of {len(taken) + count} have ended, and the cluster had no "
-                    f"room for {count - len(free)} others within {self.options.wait:g} s "
-                    f"({self._said_of_nodes()}). Add nodes and a longer wait=, or use "
-                    'on_failure="continue"'
-                )
-            time.sleep(_PAUSE)
+        free: list[int] = []
+
+        def has_room() -> bool:
+            free[:] = [bundle for bundle in self.placed(group) if bundle not in taken]
+            return len(free) >= count
+
+        if not wait_until(has_room, self.options.wait, _PAUSE):
+            raise InputError(
+                f"{count} workers of {len(taken) + count} have ended, and the cluster had no "
+                f"room for {count - len(free)} others within {self.options.wait:g} s "
+                f"({self._said_of_nodes()}). Add nodes and a longer wait=, or use "
+                'on_failure="continue"'
+            )
+        return sorted(free)[:count]
 
     def _said_of_nodes(self) -> str:
         return "; ".join(
