@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import PythonCode
 
 from penstock.capture.attributes import find
 from penstock.capture.calls import (
@@ -374,6 +375,9 @@ class _Named:
     name: str
 
 
+_CALL = nn.Module.__call__
+
+
 class StageModule(fx.GraphModule):
     """A stretch of a program: `forward(sizes, key, *values) -> tuple`.
 
@@ -396,6 +400,16 @@ class StageModule(fx.GraphModule):
             module = made.pop()
             vars(module).update(module._modules)
             made += [child for child in module.children() if id(child) not in known]
+
+    def recompile(self) -> PythonCode:
+        """Have the code of the graph as it is now, whose errors are raised as they are.
+
+        `fx` prints them as well, and drops their tracebacks. Here errors are raised with their
+        stage and micro-batch, and some are expected: whether calls take other sizes is tried.
+        """
+        code = super().recompile()
+        type(self).__call__ = _CALL  # type: ignore[method-assign]
+        return code
 
     def with_modules(self, others: Mapping[nn.Module, nn.Module]) -> StageModule:
         """The same stretch, with others in the places of these modules.

@@ -270,3 +270,30 @@ def test_a_forgotten_pipeline_leaves_no_thread(new_threads: NewThreads) -> None:
     while new_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert new_threads() == []
+
+
+class Looks(nn.Module):
+    """Takes rows of a table by numbers that may be too large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) + self.table[numbers])
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_nobody_prints_an_error_that_is_raised(
+    workers: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    x, numbers = torch.randn(4, 4), torch.arange(4)
+    options: dict[str, Any] = {"num_microbatches": 2, "replicas": 1, "progress": None}
+    with ps.Pipeline(
+        Looks(), (x, numbers), devices=["cpu"] * 2, workers=workers, **options
+    ) as pipe:
+        capfd.readouterr()
+        with pytest.raises(ps.WorkerError, match="index 9 is out of bounds"):
+            pipe(x, torch.tensor([0, 1, 2, 9]))
+        assert capfd.readouterr().err == ""
