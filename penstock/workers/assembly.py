@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from penstock.devices.kinds import kind_of
 from penstock.devices.memory import in_use
 from penstock.devices.timing import DeviceLog
 from penstock.engine.compile import Run, compile_actions
+from penstock.engine.dealing import Dealer, is_one_by_one
 from penstock.engine.ends import Endings, Feed, LossFailed, Outlet
 from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.engine.replicas import ONLY, Replica
@@ -107,13 +108,17 @@ class Assembly:
                 each.add(way.crossing.get(after, {}))
         self._endings.ways.append(way.ending)
 
-    def run(self, worker: int, order: Order, record: Record) -> Outcome:
+    def run(
+        self, worker: int, order: Order, record: Record, dealer: Dealer | None = None
+    ) -> Outcome:
         """A worker's part of a pass; called by the worker.
 
         Args:
             worker: of the replica.
             order: the pass.
             record: where the worker notes what it does.
+            dealer: gives it the micro-batches that it runs, if they can be taken one by one; else
+                it runs those of its replica's share.
 
         Raises:
             WorkerError: an action failed.
@@ -122,14 +127,21 @@ class Assembly:
         torch.set_flush_denormal(order.flushes_denormal)
         residents = self._residents[worker]
         residents.drop([n for m in order.microbatches if m.states for n in m.states.dropped])
-        own_share, most = self._replica.part_of(order.replica, len(order.microbatches))
+        count = len(order.microbatches)
+        own_share, most = self._replica.part_of(order.replica, count)
+        if dealer is not None:
+            whole = self._compile(worker, order.what, range(count), count)
+            if is_one_by_one(whole.actions):
+                own_share = range(count)
+            else:
+                dealer = None
         own = [stage for stage in self.stages.values() if self._placement[stage.index] == worker]
         if not own_share:
             for stage in own:  # the others need not wait for this replica
                 stage.begin(order.microbatches, order.wanted, order.before, own_share)
                 stage.clear()
             return Outcome()
-        compiled = self._compile(worker, order.what, own_share, most)
+        compiled = whole if dealer else self._compile(worker, order.what, own_share, most)
         outcome = Outcome()
         if order.what == "train" and order.modes.casting:
             compiled = _backwards_outside(compiled, order.modes)
@@ -138,7 +150,7 @@ class Assembly:
         number = self._replica.first + worker
         record.log = log = _log_of(self._devices[worker]) if order.recorded else None
         self._begin(own, order, record, own_share)
-        _run(number, compiled, order, record, self._gate)
+        _run(number, compiled, order, record, self._gate, dealer)
         if log is not None:  # it goes on until the next pass: with what comes after this one
             outcome.logs[number] = record.log = log.times() if isinstance(log, DeviceLog) else log
         self._end(own, order, outcome, own_share[0])
@@ -252,19 +264,30 @@ def _as_planned(link: Any, plan: Plan) -> Any:
     return Cast(link, getattr(torch, plan.boundary_dtype)) if plan.boundary_dtype else link
 
 
-def _run(worker: int, compiled: _Compiled, order: Order, record: Record, gate: Gate) -> None:
-    """Run a worker's callables, and say at any time which."""
+def _run(
+    worker: int,
+    compiled: _Compiled,
+    order: Order,
+    record: Record,
+    gate: Gate,
+    dealer: Dealer | None,
+) -> None:
+    """Run a worker's callables, or those of what it is dealt, and say at any time which."""
     actions, runs, codes = compiled
     at, note = 0, record.note
+    chosen: Iterable[int] = range(len(runs))
+    if dealer is not None:
+        each = len(runs) // len(order.microbatches)
+        chosen = (each * number + k for number in dealer for k in range(each))
     try:
         with torch.set_grad_enabled(order.modes.grad), _autocasting(order.modes):
-            for at, run in enumerate(runs):
+            for at in chosen:
                 note(codes[at])
                 if at % 2:
                     with gate:
-                        run()
+                        runs[at]()
                 else:  # what is waited for may not come before others have run
-                    run()
+                    runs[at]()
     except (Aborted, WorkerTimeout):
         raise
     except BaseException as error:  # a sys.exit() in a module must not end the caller

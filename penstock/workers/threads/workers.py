@@ -21,6 +21,7 @@ from penstock.board.runs import new_board
 from penstock.capture.trees import map_leaves, tree_leaves
 from penstock.devices.streams import Handover, with_streams
 from penstock.engine.batchnorm import move
+from penstock.engine.dealing import Dealer
 from penstock.engine.ends import to_device
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
@@ -154,8 +155,9 @@ class ThreadWorkers(Workers):
         order = order.changed(before=self._ran)
         handover = Handover(self._with_streams)
         fresh = not self._handovers
+        dealer = Dealer(len(order.microbatches)) if self._may_deal(order) else None
         jobs = [  # in the script's context, of which each thread needs a copy of its own
-            partial(copy_context().run, self._pass, member, order, handover, fresh)
+            partial(copy_context().run, self._pass, member, order, handover, fresh, dealer)
             for member in self.members
         ]
         self._forget_casts()
@@ -175,12 +177,33 @@ class ThreadWorkers(Workers):
                 self._undo()
             raise
 
+    def _may_deal(self, order: Order) -> bool:
+        """Whether replicas take the micro-batches of a pass one by one, instead of equal shares.
+
+        A backward runs where the forward did, and states stay where they are. A pass that is
+        recorded is compared with the plan, which has shares.
+        """
+        plan, is_whole = self._plan, order.what in ("train", "infer") and order.replica is None
+        on_cpus = all(device.type == "cpu" for device in self.devices)
+        return (
+            (plan.replicas > 1 == len(plan.stages) and len(set(plan.weights)) == 1)
+            and (on_cpus and is_whole and not order.recorded)
+            and all(microbatch.states is None for microbatch in order.microbatches)
+        )
+
     def _before_replicas(self, order: Order) -> list[Backup]:
         """What a pass may change, if several workers may: none of them knows when it begins."""
         places = range(self._per_replica if self._in_order else 0)
         return [self.ownership.backup(place, order.goes_back) for place in places]
 
-    def _pass(self, member: Member, order: Order, handover: Handover, fresh: bool) -> Outcome:
+    def _pass(
+        self,
+        member: Member,
+        order: Order,
+        handover: Handover,
+        fresh: bool,
+        dealer: Dealer | None,
+    ) -> Outcome:
         """One worker's part, in its thread.
 
         Args:
@@ -189,20 +212,21 @@ class ThreadWorkers(Workers):
             handover: from the caller.
             fresh: whether no other pass was under way when it was ordered, so that the script may
                 have changed the model in any way.
+            dealer: gives out micro-batches, if they are taken one by one.
         """
         twins = self._twins.get(member.number)
         used = [self.devices[member.number], *([twins.home] if twins else [])]
         with handover.taken(*used):
             if twins:
                 twins.refresh(fresh)
-            outcome = self._own_part(member, order)
+            outcome = self._own_part(member, order, dealer)
             if twins:
                 twins.wait_for_copies()
             for link, sends in self._ends[member.number]:  # what was sent may be written now
                 link.wait_for_copies(results=sends)
             return outcome
 
-    def _own_part(self, member: Member, order: Order) -> Outcome:
+    def _own_part(self, member: Member, order: Order, dealer: Dealer | None) -> Outcome:
         if not self._in_order:
             backup = self.ownership.backup(member.place, order.goes_back)
             self._backups.add(order.number, backup)
@@ -211,7 +235,7 @@ class ThreadWorkers(Workers):
         wanted = self.ownership.own(member.place, order.wanted)
         if wanted is not None and member.number in self._twins:
             wanted = self._twins[member.number].parameters(wanted)
-        return assembly.run(member.place, order.changed(wanted=wanted), record)
+        return assembly.run(member.place, order.changed(wanted=wanted), record, dealer)
 
     def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
         """Wait for a pass, and drop the backups by which it could have been undone."""
