@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import Node, increment_version
 
+from penstock.capture.attributes import memory_of
 from penstock.capture.calls import ambient
 from penstock.capture.trees import tree_leaves, versions
 from penstock.engine.orders import Order
@@ -59,9 +60,10 @@ def check_context(given: object, parameters: Iterable[torch.Tensor]) -> None:
         )
     if torch.is_grad_enabled() and saving() is not None:
         raise InputError(
-            "saved_tensors_hooks (or save_on_cpu) around a pipeline's call would not see what its "
-            'workers save. To save memory, use recompute="all" or "boundaries"; or use the hooks '
-            "within the forward of a module, or on the model itself: pipe.model(x)"
+            "saved_tensors_hooks around a pipeline's call, as those of save_on_cpu or of a "
+            "checkpoint with use_reentrant=False, would not see what its workers save. To save "
+            'memory, use recompute="all" or "boundaries"; or use the hooks within '
+            "the forward of a module, or on the model itself: pipe.model(x)"
         )
     if is_transformed():
         raise InputError(
@@ -97,10 +99,10 @@ class WrittenInputs:
     def __init__(self, given: object) -> None:
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._versions = versions(self._tensors)
+        self._first = self._versions = versions(self._tensors)
 
     def note(self, values: Sequence[Sequence[Any]]) -> bool:
-        """Count what was written since; returns whether anything was.
+        """Count what was written since this was last called; returns whether anything ever was.
 
         Args:
             values: of every micro-batch.
@@ -108,18 +110,17 @@ class WrittenInputs:
         before, self._versions = self._versions, versions(self._tensors)
         pairs = zip(self._tensors, before, self._versions, strict=True)
         written = [tensor for tensor, old, new in pairs if new != old]
-        for value in (
-            v for part in values for v in part if written and isinstance(v, torch.Tensor)
-        ):
+        tensors = (v for part in values for v in part if written and isinstance(v, torch.Tensor))
+        for value in tensors:
             if any(_is_part(value, tensor) for tensor in written) and not value.is_inference():
                 increment_version(value)
-        return bool(written)
+        return self._versions != self._first
 
 
 def _is_part(value: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether it is in the memory of another tensor, and has another version counter."""
     is_apart = not value.requires_grad and value is not tensor
-    return is_apart and value.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return is_apart and memory_of(value) == memory_of(tensor)
 
 
 class Passage:
@@ -142,7 +143,7 @@ class Passage:
     ) -> None:
         self._runner = runner
         self._order: Order | None = order
-        self._written = WrittenInputs(given)
+        self._written: WrittenInputs | None = WrittenInputs(given)
         self._why_over = _OVER  # if no backward can come from it any more
         self.differentiable = differentiable
         self.gradients: list[list[torch.Tensor | None]] = []
@@ -176,7 +177,8 @@ class Passage:
         order = self._order
         back = order.back(dict(enumerate(self.gradients)), ambient(), wanted)
         runner, forward = self._runner, self._runner.awaiting_backward(order)
-        if self._written.note(order.values) and forward is not None and forward.is_retained:
+        is_written = self._written is not None and self._written.note(order.values)
+        if is_written and forward is not None and forward.is_retained:
             raise InputError(
                 "backward ran a second time through the same pipeline call, which goes forward "
                 f"again for it, and its inputs have been written to since: {_INSTEAD}"
@@ -188,6 +190,8 @@ class Passage:
                 why = runner.retain(forward)
                 self._order = None if why else order
                 self._why_over = f"which cannot go forward again, as {why}: {_INSTEAD}"
+            if self._order is None:  # whoever keeps the loss need not keep the inputs
+                self._written = None
             runner.steps.call_hooks(self.loss)
         return gradients
 

@@ -11,9 +11,11 @@ from math import prod
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from penstock.capture.equality import same_constant
 from penstock.capture.numbers import Given, Number, Outcome, name_of
 from penstock.capture.places import MISSING, SCALARS, Place, frozen
 from penstock.capture.trees import Leaf, Structure, flatten, map_leaves, tree_leaves
@@ -164,6 +166,22 @@ class Submodule(Leaf):
 
     def __str__(self) -> str:
         return self.path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenArray(Leaf):
+    """An array or a scalar of numpy among the inputs, given to a call as it was."""
+
+    array: np.ndarray[Any, Any] | np.generic
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GivenArray) and same_constant(self.array, other.array)
+
+    def __hash__(self) -> int:
+        return hash((self.array.dtype.str, self.array.shape))
+
+    def __str__(self) -> str:
+        return f"array of {self.array.dtype}, {self.array.shape}"
 
 
 class Origin(IntEnum):

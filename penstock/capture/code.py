@@ -209,14 +209,20 @@ def may_draw(kind: type, training: bool) -> bool:
         kind: the class.
         training: whether in training mode; code that reads the mode draws nothing in the other.
     """
-    functions = [
+    found = [
         getattr(value, "__func__", value)
         for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]
         for name, value in vars(owner).items()
         if not _BESIDE_FORWARD.fullmatch(name)
     ]
-    codes = [c for f in functions if isinstance(f, FunctionType) for c in _codes(f.__code__)]
-    names = {name for code in codes for name in code.co_names}
+    functions = [inspect.unwrap(f) for f in found if isinstance(f, FunctionType)]
+    names: set[str] = set()
+    for function in functions:  # those that they may call come behind them
+        named = {name for code in _codes(function.__code__) for name in code.co_names}
+        names |= named
+        called = (function.__globals__.get(name) for name in named)
+        more = {inspect.unwrap(f) for f in called if isinstance(f, FunctionType)}
+        functions += [f for f in more.difference(functions) if is_the_models(f.__globals__)]
     return any(map(_DRAWING.search, names)) and (training or "training" not in names)
 
 

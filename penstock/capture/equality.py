@@ -73,14 +73,23 @@ def same_constant(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
-        floating = one.dtype.kind in "fc"
-        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=floating)
+        return _same_array(one, other)
     if isinstance(one, (float, complex)) and one != one and other != other:
         return True
     try:
         return bool(one == other)
     except (TypeError, ValueError, RuntimeError):  # it compares to something that has no truth
         return False
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.dtype.hasobject:
+        return all(map(same_constant, one.flat, other.flat))
+    if isinstance(one, np.ma.MaskedArray):
+        return _same_array(one.data, other.data) and np.array_equal(one.mask, other.mask)
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
 
 
 def same(one: object, other: object) -> bool:

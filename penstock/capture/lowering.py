@@ -25,6 +25,7 @@ from penstock.capture.calls import (
     Ambient,
     Attribute,
     Call,
+    GivenArray,
     Irregular,
     Ref,
     Size,
@@ -264,6 +265,8 @@ class _Lowering:
             return self._size(leaf)
         if isinstance(leaf, Number):
             return self.graph.call_function(at, (self._constant(leaf), self._sizes))
+        if isinstance(leaf, GivenArray):
+            return self._constant(leaf.array)
         if isinstance(leaf, Submodule):
             self._add_module(leaf.path)
             return self.graph.get_attr(_attribute_path(leaf.path))

@@ -51,7 +51,6 @@ _OWN = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {
 }
 _TORCH = ("torch.autograd", "torch.utils", "torch.overrides", "penstock.")
 _SCALARS = (*SCALARS, float, Enum)
-_SWITCHES = (bool, int, float, type(None))
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     name: getattr(torch, name)
@@ -259,8 +258,16 @@ class NotedReads:
             if not may_draw(kind, inner.training):
                 continue
             for key, held in attributes_of(inner).items():
-                if key not in INTERNAL and isinstance(held, _SWITCHES) and not held:
-                    self._lenient.setdefault(Place(name, (key,)), frozen(held))
+                if key in INTERNAL:
+                    continue
+                if is_helper(held):
+                    for inside, value in attributes_of(held).items():
+                        self._note_switch(Place(name, (key, inside)), value)
+                self._note_switch(Place(name, (key,)), held)
+
+    def _note_switch(self, place: Place, held: object) -> None:
+        if isinstance(held, (bool, type(None))) or (type(held) in (int, float) and held in (0, 1)):
+            self._lenient.setdefault(place, frozen(held))
 
     def note_grad_mode(self, value: bool) -> None:
         """Note that Python has read whether gradients are enabled."""

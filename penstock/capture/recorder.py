@@ -32,6 +32,7 @@ from penstock.capture.calls import (
     Attribute,
     Call,
     Changed,
+    GivenArray,
     Origin,
     OutsideTorch,
     Ref,
@@ -817,8 +818,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(leaf, Followed):
             return leaf.number
         known = self.known.get(leaf) if self._is_value(leaf) else None
-        if isinstance(leaf, np.ndarray) and isinstance(known, Ref) and known.call == INPUTS:
-            return leaf.copy()  # who gives another one gives other inputs, see `Signature`
+        if isinstance(leaf, np.ndarray | np.generic) and _is_input(known):
+            return GivenArray(leaf.copy())  # who gives another one gives other inputs
         if known is not None:
             if isinstance(known, Attribute) and known not in self.trace.attributes:
                 self.trace.attributes[known] = self._info(leaf, Origin.MODEL)
@@ -844,6 +845,10 @@ class Recorder(TorchFunctionMode):
         shape = tuple(tensor.shape)
         known = tensor.dtype, tensor.requires_grad, storage, origin, dynamic, tensor.layout
         return TensorInfo(shape, *known)
+
+
+def _is_input(value: Value | None) -> bool:
+    return isinstance(value, Ref) and value.call == INPUTS
 
 
 def _is_custom(target: object) -> bool:

@@ -277,7 +277,7 @@ class Signatures:
 
 
 def _info(leaf: object, axes: Mapping[int, Axis]) -> Any:
-    if isinstance(leaf, np.ndarray):  # the caller may write to it
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:  # the caller may write to it
         return leaf.copy()
     if not isinstance(leaf, torch.Tensor):
         return leaf

@@ -271,10 +271,12 @@ class Outlet:
                 for rows in ([sum(pieces.rows)], pieces.rows)
                 for output in self._endings.pieces(microbatch, results, rows, pieces.copies)
             ]
-        before = versions((target, self._more)) if outputs else []
+        before, as_given = versions(self._more) if outputs else [], None
+        if outputs and pieces is not None:  # copies likewise
+            as_given = map_leaves(cloned, ([pieces.whole, *pieces.targets], self._loss.more))
         loss, weight = self._loss.of(microbatch, key, results, self._endings, target, self._more)
-        if outputs and versions((target, self._more)) == before:  # it writes to nothing
-            self.mismatch = self._loss.mismatch(loss.detach(), outputs)
+        if as_given and versions(self._more) == before:  # it remembers nothing there
+            self.mismatch = self._loss.mismatch(loss.detach(), outputs, *as_given)
         if self._loss.metrics is not None:
             found = self._loss.measured(microbatch, key, results, self._endings, target)
             self.metrics[microbatch] = found
@@ -380,7 +382,13 @@ class Loss:
         weight = self.weights[microbatch]
         return loss, gradient_of(loss, weight, self.scale) if weight else None
 
-    def mismatch(self, loss: torch.Tensor, outputs: Sequence[Any]) -> tuple[float, float] | None:
+    def mismatch(
+        self,
+        loss: torch.Tensor,
+        outputs: Sequence[Any],
+        targets: Sequence[tuple[Any, ...]],
+        more: Mapping[str, Any],
+    ) -> tuple[float, float] | None:
         """The loss of a micro-batch and what its pieces make, if that is something else.
 
         `None` also where nothing can be concluded: the function draws random numbers, does not
@@ -389,17 +397,16 @@ class Loss:
         Args:
             loss: of the whole micro-batch.
             outputs: copies of the model's result: of the whole, and of every piece.
+            targets: copies of what the function gets after these.
+            more: copies of its keyword arguments.
         """
         if self.pieces is None or self._of.draws:
             return None
-        targets, more = map_leaves(
-            lambda leaf: to_device(leaf, loss.device),
-            ([self.pieces.whole, *self.pieces.targets], self.more),
-        )
+        targets, more = map_leaves(lambda leaf: to_device(leaf, loss.device), (targets, more))
         try:
             with torch.no_grad():
                 found = [
-                    self.function(output, *map_leaves(cloned, target), **map_leaves(cloned, more))
+                    self.function(output, *target, **map_leaves(cloned, more))
                     for output, target in zip(outputs, targets, strict=True)
                 ]
             whole, *parts = map(float, found)

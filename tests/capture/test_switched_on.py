@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +44,41 @@ class Path(nn.Module):
         return x * torch.bernoulli(torch.full((len(x), 1), 1 - self.p))
 
 
+def noisy(x: torch.Tensor, std: float) -> torch.Tensor:
+    return x + std * torch.randn_like(x) if std else x
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any) -> Any:
+        return function(*args)
+
+    return called
+
+
+class Helped(nn.Module):
+    """A function draws, by the numbers of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = SimpleNamespace(std=0.0)
+
+    @as_it_is
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return noisy(x, self.settings.std)
+
+
+class Kept(nn.Module):
+    """Keeps everything with probability 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.bernoulli(torch.full_like(x, self.keep)) if self.keep < 1 else x
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +92,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, float], Non
     "dropout": (lambda: nn.Dropout(0.0), lambda m, p: setattr(m, "p", p)),
     "noise": (Noise, lambda m, p: setattr(m, "std", p)),
     "path": (Path, lambda m, p: setattr(m, "p", p)),
+    "help": (Helped, lambda m, p: setattr(m.settings, "std", p)),
+    "keep": (Kept, lambda m, p: setattr(m, "keep", 1 - p)),
     "gru": (Recurrent, lambda m, p: setattr(m.gru, "dropout", p)),
 }
 

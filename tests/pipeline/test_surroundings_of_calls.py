@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -101,6 +103,50 @@ def test_they_are_seen_where_a_forward_runs_again_for_its_backward() -> None:
             loss.backward()
 
 
+def test_they_are_seen_by_a_second_backward_though_the_first_did_not_mind() -> None:
+    with make(build(Plus())) as pipe:
+        batch = X.clone()
+        loss = F.cross_entropy(pipe(batch), Y)
+        batch.zero_()
+        loss.backward(retain_graph=True)
+        with pytest.raises(InputError, match="its inputs have been written to since"):
+            loss.backward()
+
+
+def test_nobody_keeps_the_inputs_after_the_backward() -> None:
+    with make(build()) as pipe:
+        batch = X.clone()
+        gone = weakref.ref(batch)
+        loss = F.cross_entropy(pipe(batch), Y)
+        loss.backward()
+        del batch
+        gc.collect()
+        assert gone() is None
+        assert loss.isfinite()
+
+
+class Mixing(nn.Module):
+    """Has another input that is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, mixes: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sparse.mm(mixes, self.first(x + 1).t()).t())
+
+
+def test_a_sparse_input_beside_one_that_is_written_to() -> None:
+    batch, mixes = X.clone(), torch.eye(6).to_sparse()
+    options: dict[str, Any] = {"num_microbatches": 2, "batch_dim": {0: 0, 1: None}}
+    with ps.Pipeline(
+        Mixing(), (batch, mixes), devices=["cpu"] * 2, replicas=1, audit=None, **options
+    ) as pipe:
+        loss = F.cross_entropy(pipe(batch, mixes), Y)
+        batch.zero_()
+        loss.backward()
+
+
 def test_a_model_may_write_to_its_own_inputs() -> None:
     model = build(Scale())
     for recompute in ("none", "all"):
@@ -148,6 +194,15 @@ def test_a_loss_writes_once(loss_fn: Callable[..., torch.Tensor]) -> None:
         assert torch.equal(loss, parts[0] + parts[1])
     assert torch.equal(target, mine)
     assert more == mores
+
+
+def test_a_sum_that_writes_to_its_target_is_warned_of() -> None:
+    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target.add_(1)
+        return F.mse_loss(output.mean(1), target.float(), reduction="sum")
+
+    with make(build()) as pipe, pytest.warns(ps.RowsWarning):
+        pipe.train_step(X, target=Y.clone(), loss_fn=summed)
 
 
 @pytest.mark.parametrize(
