@@ -1075,7 +1075,7 @@ class Pipeline:
             completed, steps = self._runner.counts.completed, self._runner.steps
             self._autosave.before_step(
                 completed,
-                lambda optimizers: steps.is_accumulating(self.model, optimizers),
+                lambda found: steps.is_amid_step or steps.is_accumulating(self.model, found),
                 self._workers,
                 self.save,
             )

@@ -515,7 +515,7 @@ class Runner:
             InputError: it is none.
         """
         wrong = not isinstance(state, Mapping) or "trained" not in state
-        if wrong or any(type(value) is not int for value in state.values()):
+        if wrong or any(type(value) is not int or value < 0 for value in state.values()):
             raise InputError(
                 f"{state!r} is not a state of random numbers: give what random_state() returned, "
                 "a dictionary of the integers 'seed', 'trained' and 'others'"
@@ -703,10 +703,12 @@ class Runner:
 
         Raises:
             WorkerDied: nobody takes over.
+            InputError: another thread is using the pipeline.
         """
-        self._finish_under_way()
-        self._updates += updates
-        return self.surviving(work)
+        with self._user.working():
+            self._finish_under_way()
+            self._updates += updates
+            return self.surviving(work)
 
     def _finish_under_way(self) -> None:
         """Wait for the passes under way if they are run again where a worker dies.
@@ -897,6 +899,7 @@ class _User:
     def __init__(self, ownership: Ownership) -> None:
         self.ownership = ownership
         self._thread, self._passes = 0, 0
+        self._works_in, self._works = 0, 0
         self._learns = self._changes = False
 
     def enter(self, learns: bool, changes: bool) -> None:
@@ -910,11 +913,7 @@ class _User:
             InputError: another one is in the midst of some, or another pipeline's would disturb it.
         """
         with self._lock:
-            if self._passes and self._thread != threading.get_ident():
-                raise InputError(
-                    "another thread is using this pipeline; use it from one thread only, or hold "
-                    "a lock around each step"
-                )
+            self._check_thread()
             for other in self._busy:
                 if other is not self:
                     self._check(other, learns, changes)
@@ -922,6 +921,32 @@ class _User:
             self._passes += 1
             self._learns, self._changes = self._learns or learns, self._changes or changes
             self._busy[self] = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """While open, this thread has workers do something between passes.
+
+        Raises:
+            InputError: another one is in the midst of passes, or of such work.
+        """
+        with self._lock:
+            self._check_thread()
+            self._works += 1
+            self._works_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._works -= 1
+
+    def _check_thread(self) -> None:
+        """Raise if another thread has the workers."""
+        me = threading.get_ident()
+        if (self._passes and self._thread != me) or (self._works and self._works_in != me):
+            raise InputError(
+                "another thread is using this pipeline; use it from one thread only, or hold "
+                "a lock around each step"
+            )
 
     def _check(self, other: _User, learns: bool, changes: bool) -> None:
         """Raise if passes of the other one and a pass of this one disturb each other."""

@@ -27,6 +27,7 @@ from penstock.board.memory import Board, Log
 from penstock.cadence import is_power_of_two
 from penstock.capture.calls import ROWS, Sizes
 from penstock.engine.orders import Order
+from penstock.errors import InputError
 from penstock.plan.plan import Plan
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.workers.optimizer_parts import parameters_of, warn_of_no_gradients
@@ -102,6 +103,7 @@ class Steps:
         self._number = 0  # of the step that comes, from 0 on by this plan
         self._tries = 0  # how many more steps are recorded until there is one without an audit
         self._trained = 0  # passes that have left gradients
+        self._before_optimizer = 0  # what that was then
         self._used: dict[int, int] = {}  # by ids of parameters, at how many an optimizer used these
 
     def use(self, board: Board, plan: Plan, num_workers: int) -> None:
@@ -123,8 +125,16 @@ class Steps:
         """Whether there are results whose backward may come."""
         return bool(self._forwards)
 
+    @property
+    def is_amid_step(self) -> bool:
+        """Whether a backward is still to come, or an optimizer has run its closure and goes on."""
+        has_run = self._script.is_within(OPTIMIZER) and self._trained > self._before_optimizer
+        return self.awaits_backward or has_run
+
     def hook(self, function: StepHook) -> RemovableHandle:
         """Call a function after every step, until the handle is removed."""
+        if not callable(function):
+            raise InputError(f"on_step({function!r}): give a function of one dictionary")
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = function
         return handle
@@ -302,6 +312,12 @@ class Steps:
             if doing.is_idle and thread != self._thread:
                 self._doing.pop(thread, None)
 
+    def note_optimizer_begins(self) -> None:
+        """An optimizer's step begins in this thread, which may run passes in a closure."""
+        self.forget_doing(OPTIMIZER)  # torch calls no hook for steps that raise
+        self.enter(OPTIMIZER)
+        self._before_optimizer = self._trained
+
     def note_used(self, optimizer: Optimizer) -> None:
         """An optimizer has used the gradients of its parameters."""
         parameters = parameters_of(optimizer)
@@ -422,6 +438,23 @@ class Loading(Iterable[T]):
             yield batch
 
 
+class _kept_here:  # noqa: N801 - a decorator
+    """A hook of this process. In the pickle of a class, whose `step` holds it, it does nothing."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._hook(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _kept_here, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """The hook elsewhere."""
+
+
 def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
     """Have the steps of optimizers noted, of any class, in the thread that runs passes.
 
@@ -437,18 +470,19 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
     """
     known, trained = weakref.ref(steps), weakref.ref(model)
 
+    @_kept_here
     def begins(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         found, own = known(), trained()
         if found is None or own is None or not found.is_here:
             return
-        found.forget_doing(OPTIMIZER)  # torch calls no hook for steps that raise
-        found.enter(OPTIMIZER)
+        found.note_optimizer_begins()
         has_closure = len(args) > 1 or "closure" in kwargs
         if not found.has_trained or has_closure or isinstance(optimizer, PipelineOptimizer):
             return
         if _steps_parameters_of(own, optimizer):
             warn_of_no_gradients([{"params": list(own.parameters())}])
 
+    @_kept_here
     def ends(optimizer: Optimizer, *_: Any) -> None:
         found, own = known(), trained()
         if found is None or own is None or not found.is_here:

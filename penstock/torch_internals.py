@@ -34,6 +34,7 @@ from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype as group_by_device_and_dtype,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -98,6 +99,7 @@ __all__ = [
     "saving",
     "set_version",
     "will_run",
+    "will_start_workers",
     "without_function_mode",
     "without_functions",
     "without_subclass_functions",
@@ -155,6 +157,15 @@ def saving() -> tuple[Any, Any] | None:
     """This thread's innermost hooks for tensors that autograd saves, if any are open."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
+
+
+def will_start_workers(loader: object) -> bool:
+    """Whether a loader keeps its workers from epoch to epoch, and has not started them yet.
+
+    As it does so, it draws a random number, which it does not in later epochs.
+    """
+    keeps = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers
+    return bool(keeps) and loader._iterator is None  # type: ignore[attr-defined]
 
 
 def nnpack_is_used() -> bool:

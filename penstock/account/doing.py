@@ -24,6 +24,10 @@ class Doing:
         """Whether it does nothing that has a name, and has done nothing."""
         return not self._open and not self._done
 
+    def is_within(self, what: str) -> bool:
+        """Whether something of this name has begun, and is not over."""
+        return any(name == what for name, _ in self._open)
+
     def enter(self, what: str) -> None:
         """Note that something begins now; `what` is its name, as attribution has it."""
         self._open.append((what, monotonic_ns()))

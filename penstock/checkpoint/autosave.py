@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch.optim import Optimizer
 
 from penstock.cadence import wait_until
@@ -21,7 +22,7 @@ from penstock.storage.folder import INDEX
 from penstock.workers.backend import Workers
 
 _Save = Callable[..., object]
-_Accumulates = Callable[[Sequence[Optimizer]], bool]
+_IsAmidStep = Callable[[Sequence[Optimizer]], bool]
 _MANY = 100  # passes after which it is said that nothing could be saved
 _PAUSE = 0.05  # seconds between two looks
 _HEARS = 5.0  # seconds in which all that a launcher asks to stop hear of it
@@ -48,6 +49,11 @@ class Autosave:
                 f"every={every!r} must be a positive integer: the number of steps between two saves"
             )
         self._folder, self._every, self._things = folder, every, things
+        self._batches = {n: thing for n, thing in things.items() if isinstance(thing, Batches)}
+        self._generators = {n: t for n, t in things.items() if isinstance(t, torch.Generator)}
+        for batches in self._batches.values():
+            batches.watch(self._generators.values())
+        self._positions = self._now()
         self._last = trained
         self._sigterm: Sigterm | None = None
         self._is_on = True
@@ -73,17 +79,23 @@ class Autosave:
         if self._sigterm is not None and not self._sigterm.leaving:
             self._sigterm.remove()
 
-    def before_step(
-        self, trained: int, accumulates: _Accumulates, workers: Workers, save: _Save
-    ) -> None:
-        """Save, if it is time and no gradients are being accumulated, which would not be saved.
+    def _now(self) -> list[tuple[int, int]]:
+        """Where the batches are."""
+        return [(batches.epoch, batches.batch) for batches in self._batches.values()]
 
-        All processes that run the script decide the same: by numbers that all of them have.
+    def before_step(
+        self, trained: int, is_amid_step: _IsAmidStep, workers: Workers, save: _Save
+    ) -> None:
+        """Save, if it is time and nothing is half done that would not be saved.
+
+        If the position of `Batches` is saved, the batch that was taken last is done again, so it is
+        saved before the first pass of a batch only: others may have used it by then. All processes
+        that run the script decide the same: by numbers that all of them have.
 
         Args:
             trained: passes that have trained and ended well so far.
-            accumulates: says whether there are gradients that one of these optimizers, or one that
-                has made a step before, has still to use.
+            is_amid_step: says whether there are gradients that one of these optimizers, or one that
+                has made a step before, has still to use; or a backward is still to come.
             workers: who trains the model.
             save: `Pipeline.save`.
 
@@ -91,18 +103,23 @@ class Autosave:
             SystemExit: the run was asked to stop by SIGTERM, and is saved.
             CheckpointError: it could not be saved.
         """
+        before, self._positions = self._positions, self._now()
+        is_first = not self._batches or before != self._positions
         stops = workers.is_stopping and self._sigterm is not None
         is_time = trained // self._every != self._last // self._every
         if not self._is_on or not (is_time or stops):
             return
         optimizers = [thing for thing in self._things.values() if isinstance(thing, Optimizer)]
-        if any(workers.all_gather("autosave", accumulates(optimizers))):
+        is_amid = not is_first or is_amid_step(optimizers)
+        if any(workers.all_gather("autosave", is_amid)):
             self._warn_if_late(trained)
             return
         self._last = trained
         if stops and self._sigterm is not None:
             self._sigterm.leave()
-        undone = {n: t.undone if isinstance(t, Batches) else t for n, t in self._things.items()}
+        undone = {**self._things, **{n: batches.undone for n, batches in self._batches.items()}}
+        for batches in self._batches.values():
+            undone |= zip(self._generators, batches.watched_before(), strict=False)
         try:
             save(self._folder, background=not stops, **undone)
         except CheckpointError as error:
@@ -120,9 +137,10 @@ class Autosave:
         self._is_said = True
         warnings.warn(
             f"autosave(every={self._every}) has not saved since pass {self._last} of {trained}: "
-            "before every pass since there were gradients that no optimizer has used, which a "
-            "checkpoint does not have. It saves after a step of the optimizer, or where gradients "
-            "are cleared",
+            "before every pass since there were gradients that no optimizer has used, or results "
+            "whose backward may come, which a checkpoint does not have. It saves after a step of "
+            "the optimizer, or where gradients are cleared; with Batches before the first pass of "
+            "a batch",
             stacklevel=6,
         )
 
@@ -153,9 +171,11 @@ def resume(
         the plain data that was saved; `None` if there is no checkpoint: the run begins.
 
     Raises:
-        InputError: the newest one is of another model, or of other things.
+        InputError: the newest one is of another model, or of other things; or the folder is a file.
         CheckpointError: none of those that are there is whole.
     """
+    if os.path.isfile(folder):
+        raise InputError(f"{os.fspath(folder)} is a file: a checkpoint is a folder")
     running = target if isinstance(target, Restorable) else None
     workers = None if running is None else running._runner.workers
     why: CheckpointError | None = None

@@ -9,6 +9,7 @@ import torch
 
 from penstock.checkpoint.contents import generators_now, use_generators
 from penstock.errors import InputError
+from penstock.torch_internals import will_start_workers
 
 T = TypeVar("T")
 
@@ -43,6 +44,10 @@ class Batches(Generic[T]):
     loaded for that, so what takes long to load needs a loader that can start anywhere, such as
     torchdata's `StatefulDataLoader`, which can be saved and restored without this class.
 
+    What workers of the loader draw is seeded anew in every epoch, unless they stay
+    (`persistent_workers=True`): then their random numbers are other ones after a restart. A loop
+    that takes a batch before the one before it was trained on has one batch too many done.
+
     A loop that is left, by `break` or by an error, ends its epoch. So save within the loop, or by
     `Pipeline.autosave`, and not in an `except` around it.
 
@@ -71,6 +76,20 @@ class Batches(Generic[T]):
         self._begun: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None
         self._resumed = _Position()
+        self._watched: list[torch.Generator] = []
+
+    def watch(self, generators: Iterable[torch.Generator]) -> None:
+        """Note where these are before each batch is taken: what is drawn for it is drawn again."""
+        self._watched = list(generators)
+
+    def watched_before(self) -> list[torch.Generator]:
+        """Generators that are where those were before the batch that was given out last."""
+        if not self.batch or self._before is None:
+            return self._watched
+        found = [torch.Generator(generator.device) for generator in self._watched]
+        for generator, state in zip(found, self._before["watched"], strict=True):
+            generator.set_state(state)
+        return found
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
@@ -101,6 +120,8 @@ class Batches(Generic[T]):
             iterator = iter(self.loader)
         else:
             try:
+                if self.epoch and will_start_workers(self.loader):
+                    iter(self.loader)  # they were there when this epoch began
                 self._use(position.begun)
                 iterator = iter(self.loader)
                 self._leave_out(iterator, position.batch)
@@ -112,7 +133,7 @@ class Batches(Generic[T]):
             self._resumed = _Position()
         try:
             while True:
-                self._before = self._generators()
+                self._before = {**self._generators(), "watched": self._states_of_watched()}
                 try:
                     found = next(iterator)
                 except StopIteration:
@@ -155,6 +176,9 @@ class Batches(Generic[T]):
                     f"loader has {number}: give it the same data and the same size of batches"
                 ) from None
 
+    def _states_of_watched(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._watched]
+
     def _generators(self) -> dict[str, Any]:
         """The states of all random generators that batches may depend on."""
         own = [generator.get_state() for generator in self._own_generators()]
@@ -190,7 +214,8 @@ class Undone:
         of = self._batches
         if not of.batch or of._before is None:
             return of.state_dict()
-        return of._state(_Position(of.batch - 1, of._begun, of._before))
+        then = {name: states for name, states in of._before.items() if name != "watched"}
+        return of._state(_Position(of.batch - 1, of._begun, then))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `Batches.load_state_dict`."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from penstock.errors import PenstockError, WorkerError
+from penstock.links.local import Aborted
 
 Groups = Sequence[Mapping[str, Any]]
 State = dict[torch.Tensor, Any]
@@ -66,13 +70,25 @@ class LocalParts:
         for part in self._parts:
             part.state = state  # type: ignore[assignment]
             use_settings(part, settings_of(groups))
-        self._run([part.step for part in self._parts])
+        self._run([partial(_step, worker, part) for worker, part in enumerate(self._parts)])
 
     def fetch(self, state: State) -> None:
         """Does nothing: parts of the same process write into `state` itself."""
 
     def load(self, state: State) -> None:
         """It comes with the next step."""
+
+
+def _step(worker: int, part: Optimizer) -> None:
+    """The step of a part.
+
+    Raises:
+        WorkerError: it failed.
+    """
+    try:
+        part.step()
+    except BaseException as error:  # a sys.exit() must not end the caller
+        raise step_failed(error, worker) from error
 
 
 def part_of(
@@ -137,3 +153,12 @@ def warn_of_no_gradients(groups: Groups) -> None:
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters of all its groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def step_failed(error: BaseException, worker: int) -> BaseException:
+    """The error for a step of an optimizer that some workers may have done."""
+    if isinstance(error, PenstockError | Aborted):
+        return error
+    named = WorkerError(None, None, "optimizer step", error, worker)
+    named.__traceback__ = error.__traceback__
+    return named

@@ -69,7 +69,7 @@ RUN_WHAT_IS_HANDED = {
     ("training/optimizer.py", "PipelineOptimizer"),  # hands its steps to that
     ("comparison/reference.py", "run_with_threads"),
 }
-HOOKS = {("steps.py", "note_optimizers")}
+HOOKS = {("steps.py", "note_optimizers"), ("steps.py", "_kept_here")}
 
 
 def height(where: Place) -> int:

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.board.memory import Reading
 from penstock.engine.orders import Order
-from penstock.errors import InputError, PenstockError, WorkerError
+from penstock.errors import InputError, PenstockError
 from penstock.links.handshake import Listener
 from penstock.links.local import Aborted
 from penstock.links.pickling import portable
@@ -267,12 +267,3 @@ class Actor:
 def operation_of(job: Job) -> str:
     """The name of the operation of all ranks that a job is, which all of them have to begin."""
     return getattr(job, "operation", "")
-
-
-def step_failed(error: BaseException, worker: int) -> BaseException:
-    """The error for a step of an optimizer that some workers may have done."""
-    if isinstance(error, PenstockError | Aborted):
-        return error
-    named = WorkerError(None, None, "optimizer step", error, worker)
-    named.__traceback__ = error.__traceback__
-    return named

@@ -30,12 +30,12 @@ from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
 from penstock.workers.clipping import Clipping
 from penstock.workers.common_jobs import Given, follow_script, leaving_no_trace
-from penstock.workers.optimizer_parts import own_groups, parameters_of, use_settings
+from penstock.workers.optimizer_parts import own_groups, parameters_of, step_failed, use_settings
 from penstock.workers.pool import Job
 from penstock.workers.process_state import freeze, loading
 from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.rendezvous import LISTEN, Others, RankEntry, launched
-from penstock.workers.ray.actor import ActorState, operation_of, step_failed
+from penstock.workers.ray.actor import ActorState, operation_of
 from penstock.workers.ray.copies import OF_OTHERS, OF_PASS, Copy
 from penstock.workers.ray.rank import ActorRank
 from penstock.workers.tensors import Shared

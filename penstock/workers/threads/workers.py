@@ -389,6 +389,8 @@ class ThreadWorkers(Workers):
         self._turns.abort()
 
     def _reset(self) -> None:
+        self._ran = Before()
+        self._turns.reset()
         for link in chain.from_iterable(links.values() for links in self._links):
             link.reset()
 
