@@ -22,6 +22,10 @@ class Dealer:
         self._numbers = count()  # whose next number is taken in one step of the interpreter
         self._end = microbatches
 
+    def stop(self) -> None:
+        """Give no more: the pass is given up."""
+        self._end = 0
+
     def __iter__(self) -> Iterator[int]:
         """Those that one thread takes, each when it is done with the one before."""
         while (number := next(self._numbers)) < self._end:

@@ -86,6 +86,7 @@ class ThreadWorkers(Workers):
         self._in_order = list(shared.values())
         self._ran = Before()
         self._handovers: dict[int, Handover] = {}  # of the passes under way
+        self._dealers: dict[int, Dealer] = {}  # likewise
         self._links = [
             {
                 k: LocalLink(*(devices[member] for member in pair))
@@ -155,7 +156,9 @@ class ThreadWorkers(Workers):
         order = order.changed(before=self._ran)
         handover = Handover(self._with_streams)
         fresh = not self._handovers
-        dealer = Dealer(len(order.microbatches)) if self._may_deal(order) else None
+        dealer = None
+        if self._may_deal(order):
+            dealer = self._dealers[order.number] = Dealer(len(order.microbatches))
         jobs = [  # in the script's context, of which each thread needs a copy of its own
             partial(copy_context().run, self._pass, member, order, handover, fresh, dealer)
             for member in self.members
@@ -173,6 +176,7 @@ class ThreadWorkers(Workers):
             if self._pool.under_way:  # those before it go on
                 self._backups.drop(order.number)
                 self._handovers.pop(order.number, None)
+                self._dealers.pop(order.number, None)
             else:
                 self._undo()
             raise
@@ -186,7 +190,7 @@ class ThreadWorkers(Workers):
         plan, is_whole = self._plan, order.what in ("train", "infer") and order.replica is None
         on_cpus = all(device.type == "cpu" for device in self.devices)
         return (
-            (plan.replicas > 1 == len(plan.stages) and len(set(plan.weights)) == 1)
+            (plan.replicas > 1 and len(plan.stages) == 1 and len(set(plan.weights)) == 1)
             and (on_cpus and is_whole and not order.recorded)
             and all(microbatch.states is None for microbatch in order.microbatches)
         )
@@ -244,6 +248,7 @@ class ThreadWorkers(Workers):
         try:
             outcome = Outcome.of(self._pool.finish(current, self._timeout))
             self._handovers.pop(order.number).back(partial(self._tensors_of, outcome, order))
+            self._dealers.pop(order.number, None)
             if self._twins:
                 ends = (self.devices[self._plan.placement[k]] for k in (0, -1))
                 _bring(outcome, *ends)
@@ -278,6 +283,7 @@ class ThreadWorkers(Workers):
         """Put back what passes have changed that did not come to their end."""
         while self._handovers:
             self._handovers.popitem()[1].back()
+        self._dealers.clear()
         self._backups.restore()
         for assembly in chain.from_iterable(self._assemblies.values()):
             assembly.clear()
@@ -384,6 +390,8 @@ class ThreadWorkers(Workers):
         self.board.close()
 
     def _abort(self) -> None:
+        for dealer in tuple(self._dealers.values()):
+            dealer.stop()
         for link in chain.from_iterable(links.values() for links in self._links):
             link.abort()
         self._turns.abort()
