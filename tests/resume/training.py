@@ -45,13 +45,8 @@ def train(folder: Path, workers: str, stages: int, seed: int, tell: Tell) -> Non
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=STEPS + 1)
         things = {"optimizer": optimizer, "scheduler": scheduler}
         torch.manual_seed(2)
-        losses: list[float] = []
-        if (folder / "run").is_dir():
-            try:
-                losses = ps.load(folder / "run").restore(pipe, **things)["losses"]
-            except ps.CheckpointError as error:
-                if "no save to it was completed" not in str(error):
-                    raise
+        found = ps.resume(folder / "run", pipe, **things)  # the first save may have been killed
+        losses: list[float] = found["losses"] if found else []
         tell(f"from {len(losses)}")
         for step in range(len(losses), STEPS):
             tell("step")
