@@ -74,6 +74,7 @@ __all__ = [
     "NormBase",
     "OpOverload",
     "OpOverloadPacket",
+    "PlainDispatchMode",
     "TorchDispatchMode",
     "applied_by",
     "backends_of_compile",
@@ -151,6 +152,14 @@ def has_tangents() -> bool:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether it is one of many in one, by whichever of torch's two kinds of vmap."""
     return "Batched" in torch._C._dispatch_keyset_to_string(torch._C._dispatch_keys(tensor))
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A mode that is called as it is: not by way of torch.compile, whose import takes a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def saving() -> tuple[Any, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import wraps
@@ -179,6 +179,7 @@ def intercepted(recorder: Interceptor) -> Iterator[None]:
     with _PATCH_LOCK, ExitStack() as stack:
         RECORDING.recorder = recorder
         stack.callback(setattr, RECORDING, "recorder", None)
+        stack.callback(_mend_imports, recorder.patches, set(sys.modules))
         ours = (
             *_of_modules(recorder),
             *_of_functions(recorder),
@@ -194,6 +195,22 @@ def intercepted(recorder: Interceptor) -> Iterator[None]:
             patch.apply()
         stack.callback(recorder.reading.release)
         yield
+
+
+def _mend_imports(patches: Sequence[Patch], before: Collection[str]) -> None:
+    """Have the originals in Python modules that were imported meanwhile, and kept what they found.
+
+    `torch._dynamo` does so with `nn.Module.__call__`, if a forward is the first to import it.
+
+    Args:
+        patches: that were in force, and are undone.
+        before: the names of the modules that there were.
+    """
+    originals = {id(patch.ours): getattr(patch.owner, patch.name, None) for patch in patches}
+    for name in sys.modules.keys() - before:
+        for key, value in list(vars(sys.modules[name]).items()):
+            if id(value) in originals:
+                setattr(sys.modules[name], key, originals[id(value)])
 
 
 def _of_modules(recorder: Interceptor) -> list[tuple[object, str, object]]:

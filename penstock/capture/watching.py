@@ -13,7 +13,7 @@ from penstock.capture.calls import Assigned, Call, Origin, Unrecordable
 from penstock.capture.equality import same_tensor
 from penstock.capture.known_shapes import KnownShapes
 from penstock.capture.preserve import own_generators, same_state, state_of
-from penstock.torch_internals import TorchDispatchMode
+from penstock.torch_internals import PlainDispatchMode
 
 _COPIED = 1 << 16  # bytes
 _PART = 1 << 16  # elements
@@ -34,7 +34,7 @@ KNOWN_OPERATORS = frozenset(["aten", "prim", "prims"])
 """Namespaces of operators whose tags say whether they look at values."""
 
 
-class OperatorWatch(TorchDispatchMode):
+class OperatorWatch(PlainDispatchMode):
     """Notes whether an operation looks at values to see how large its result is, or draws some.
 
     Args:

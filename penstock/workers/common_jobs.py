@@ -202,7 +202,7 @@ def follow_script(
     own.memory.note(attributes)
 
 
-class Given:
+class GivenValues:
     """What a script has given to a pass, of which another process has copies.
 
     Args:

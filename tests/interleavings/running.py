@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -348,7 +349,8 @@ def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
     try:
         with (
             mock.patch(
-                "penstock.engine.turns.threading", SimpleNamespace(Condition=hosts.condition)
+                "penstock.engine.turns.threading",
+                SimpleNamespace(Condition=hosts.condition, get_ident=threading.get_ident),
             ),
             mock.patch("penstock.devices.streams._PAGEABLE", 0),
             mock.patch("penstock.links.local.SimpleQueue", hosts.queue),

@@ -29,7 +29,7 @@ from penstock.links.shared_memory import LinkSink, LinkSource
 from penstock.links.weights import Weights
 from penstock.plan import Plan
 from penstock.workers.assembly import Assembly, own_casts
-from penstock.workers.common_jobs import Given, follow_script, leaving_no_trace
+from penstock.workers.common_jobs import GivenValues, follow_script, leaving_no_trace
 from penstock.workers.following import AttributeChanges
 from penstock.workers.members import Member
 from penstock.workers.memories import unchanged
@@ -259,7 +259,7 @@ class RunPass:
             own.kinds[self.kind] = self.order.changed(microbatches=(), values=())
         assembly = own.assemblies[self.order.training]
         order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
-        given = Given(order)
+        given = GivenValues(order)
         has_work = bool(own.replica.part_of(order.replica, len(order.microbatches))[0])
         keeping = unchanged(loss) if own.replica.of > 1 else nullcontext()
         try:

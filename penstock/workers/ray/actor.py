@@ -23,7 +23,7 @@ from penstock.links.handshake import Listener
 from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.links.wire import SPIN
-from penstock.workers.common_jobs import Given
+from penstock.workers.common_jobs import GivenValues
 from penstock.workers.pool import Job
 from penstock.workers.process_state import ProcessState, loading, unsent
 from penstock.workers.ranks.operations import GivenUp
@@ -64,7 +64,7 @@ class ActorState(ProcessState):
         self.store: TCPStore | None = None
         self.model = nn.Module()
         self._have_nothing()
-        self.tickets: deque[tuple[Order, RankTicket, Copy | None, Given]] = deque()
+        self.tickets: deque[tuple[Order, RankTicket, Copy | None, GivenValues]] = deque()
         self.copies = ActorCopies()
         self.doing, self.given_up = -1, -2
         self._rank: ActorRank | None = None

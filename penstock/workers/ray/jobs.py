@@ -29,7 +29,7 @@ from penstock.links.local import Aborted
 from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
 from penstock.workers.clipping import Clipping
-from penstock.workers.common_jobs import Given, follow_script, leaving_no_trace
+from penstock.workers.common_jobs import GivenValues, follow_script, leaving_no_trace
 from penstock.workers.optimizer_parts import own_groups, parameters_of, step_failed, use_settings
 from penstock.workers.pool import Job
 from penstock.workers.process_state import freeze, loading
@@ -316,7 +316,7 @@ class StartPass:
         for mode, number in self.forgotten:
             own.rank.forget(mode, number)
         order = self.order.changed(loss=loss, wanted=own.parameters(self.wanted))
-        given = Given(order)
+        given = GivenValues(order)
         ticket = own.rank.start_within(self._around(own, attributes), order)
         own.tickets.append((order, ticket, self.copy, given))
 
