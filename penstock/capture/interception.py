@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import wraps
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -207,10 +207,12 @@ def _mend_imports(patches: Sequence[Patch], before: Collection[str]) -> None:
         before: the names of the modules that there were.
     """
     originals = {id(patch.ours): getattr(patch.owner, patch.name, None) for patch in patches}
-    for name in sys.modules.keys() - before:
-        for key, value in list(vars(sys.modules[name]).items()):
+    for module in [sys.modules.get(name) for name in sys.modules.keys() - before]:
+        if not isinstance(module, ModuleType):  # whatever a library has put there
+            continue
+        for key, value in list(vars(module).items()):
             if id(value) in originals:
-                setattr(sys.modules[name], key, originals[id(value)])
+                setattr(module, key, originals[id(value)])
 
 
 def _of_modules(recorder: Interceptor) -> list[tuple[object, str, object]]:

@@ -91,8 +91,13 @@ class RayBackend(DrivenBackend):
     def _room(self, least: int, most: int) -> int:
         """As many workers as the cluster has room for; waits for that of the fewest."""
         cpus = self._options.cpus or 1
-        if wait_until(lambda: self._cluster.room(cpus) >= least, self._options.wait, _PAUSE):
-            return min(self._cluster.room(cpus), most)
+
+        def enough() -> int:
+            room = self._cluster.room(cpus)
+            return room if room >= least else 0
+
+        if room := wait_until(enough, self._options.wait, _PAUSE):
+            return min(room, most)
         raise InputError(
             f"the cluster has room for {self._cluster.room(cpus)} workers with {cpus} CPUs each, "
             f"and at least {least} are needed; it was waited for more for "
