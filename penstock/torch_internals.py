@@ -10,6 +10,7 @@ Attributes of public objects that start with an underscore (`_version`, `_parame
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable
 from types import BuiltinMethodType
@@ -19,6 +20,7 @@ import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.function import Function, FunctionMeta, _SingleLevelFunction
+from torch.fx import graph_module
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 # - what a CUDA graph leaves undone whose recording has failed: end_allocating
 # - torch.compile: what it asks of a callable (ASKED_BY_COMPILE), the names of its backends, and
 #   whether inductor finds a C++ compiler
+# - the sources of generated code, which fx keeps for tracebacks: forget_source
 # - tensors of the user's own classes, read without their __torch_function__: without_...functions
 #
 # Not the same: until torch 2.14, `Function.apply` is Python, and calls the `apply` that its class
@@ -84,6 +87,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_norms",
     "foreach_zero",
+    "forget_source",
     "group_by_device_and_dtype",
     "has_tangents",
     "inject_parametrized_class",
@@ -248,6 +252,16 @@ def check_cxx_compiler() -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     get_cpp_compiler()
+
+
+def forget_source(filename: str) -> None:
+    """Have `torch.fx` keep the source of some generated code no longer.
+
+    Args:
+        filename: that the code says it is from.
+    """
+    graph_module._loader.eval_cache.pop(filename, None)
+    linecache.cache.pop(filename, None)
 
 
 def is_profiling() -> bool:

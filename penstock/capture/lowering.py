@@ -8,6 +8,7 @@ returns those that are live after it. It is ordinary fx: print it, pickle it, co
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -42,6 +43,7 @@ from penstock.capture.looking import Recorded, as_recorded, looking
 from penstock.capture.numbers import Number, at
 from penstock.capture.randomness import draw, draw_in_python
 from penstock.capture.trees import Structure, flatten, leaf_paths, tree_leaves, unflatten
+from penstock.torch_internals import forget_source
 
 _LITERALS = (  # that generated code can spell; a subclass (numpy's floats, enums) it cannot
     *(int, float, complex, bool, str, type(None), type(Ellipsis), range),
@@ -409,9 +411,11 @@ class StageModule(fx.GraphModule):
 
         `fx` prints them as well, and drops their tracebacks. Here errors are raised with their
         stage and micro-batch, and some are expected: whether calls take other sizes is tried.
+        `fx` also keeps the source for ever, which tracebacks show; here it goes with the module.
         """
         code = super().recompile()
         type(self).__call__ = _CALL  # type: ignore[method-assign]
+        weakref.finalize(self, forget_source, self.forward.__code__.co_filename).atexit = False
         return code
 
     def with_modules(self, others: Mapping[nn.Module, nn.Module]) -> StageModule:

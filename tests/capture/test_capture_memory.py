@@ -1,9 +1,16 @@
-"""What capturing takes in memory, beside one forward and backward of plain PyTorch."""
+"""What capturing takes in memory, beside plain PyTorch, and what pipelines leave behind."""
 
 from __future__ import annotations
 
-import pytest
+import gc
+import linecache
 
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock as ps
 from penstock.bench.capture_time import UNET, held
 
 
@@ -13,3 +20,19 @@ def test_capturing_takes_little_more_than_a_step(frozen: bool) -> None:
     print(f"{capture / step:.2f}: {capture / 1e6:.0f} MB, and {step / 1e6:.0f} MB for a step")
     assert step > 50e6
     assert capture < 1.3 * step
+
+
+def test_nothing_stays_of_the_source_of_stages() -> None:
+    def sources() -> set[str]:
+        gc.collect()
+        return {name for name in linecache.cache if name.startswith("<eval_with_key>")}
+
+    before, meanwhile = sources(), set[str]()
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(4, 4)
+    with ps.Pipeline(model, (x,), devices=["cpu"] * 2, replicas=1, progress=None) as pipe:
+        for rows in (4, 6):
+            pipe.train_step(x[:1].expand(rows, 4), target=torch.ones(rows, 2), loss_fn=F.mse_loss)
+        meanwhile = sources() - before
+    del pipe
+    assert meanwhile
+    assert sources() <= before

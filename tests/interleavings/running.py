@@ -27,7 +27,7 @@ from penstock.plan.plan import Plan
 from penstock.schedule import placement_of
 from penstock.workers.backend import WorkerKind
 from tests.interleavings.cases import CASES, MICROBATCHES, ROWS, Case
-from tests.support.simulated.detector import Detector
+from tests.support.simulated.detector import Detector, without_stacks
 from tests.support.simulated.hosts import Hosts
 from tests.support.simulated.machine import Machine
 from tests.support.simulated.module import install, simulated
@@ -59,7 +59,9 @@ class Outcome:
         return not self.wrong and not self.error
 
 
-def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = True) -> Outcome:
+def interleaving(
+    name: str, seed: int, detect: bool = False, is_late: bool = True, stacks: bool = False
+) -> Outcome:
     """Run a case in an order that the seed decides.
 
     Args:
@@ -67,12 +69,14 @@ def interleaving(name: str, seed: int, detect: bool = False, is_late: bool = Tru
         seed: the seed.
         detect: whether the race detector is told.
         is_late: as of `Machine`.
+        stacks: whether the detector says in which lines of Python races are.
     """
     case, detector = CASES[name], Detector()
     outcome = Outcome()
     hosts = Hosts(seed)
     machine = Machine(4, seed, is_late, detector if detect else None)
-    with simulated(machine), _one_at_a_time(hosts), one_core():
+    quiet = nullcontext() if stacks else without_stacks()
+    with simulated(machine), _one_at_a_time(hosts), one_core(), quiet:
         try:
             turns = hosts.in_turns(len(case.devices))
             outcome.wrong = differences(run(case, turns), expected(name))

@@ -6,13 +6,29 @@ accesses to the same memory that nothing orders, whether or not they went wrong 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType, SimpleNamespace
+from unittest import mock
 
 from torch.cuda._sanitizer import EventHandler, SynchronizationError
 
 from tests.support.simulated.machine import Observer, Stream, Ticket
 
 _HOST, _ALLOCATOR = -1, -2  # streams that the machine does not have
+
+
+def _no_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    yield from ()
+
+
+@contextmanager
+def without_stacks() -> Iterator[None]:
+    """While open, races do not say in which lines of Python they are, which takes long."""
+    traces = SimpleNamespace(StackSummary=traceback.StackSummary, walk_stack=_no_frames)
+    with mock.patch("torch.cuda._sanitizer.traceback", traces):
+        yield
 
 
 class Detector(Observer):

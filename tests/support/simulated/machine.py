@@ -238,6 +238,19 @@ class Machine:
             self.streams.append(stream)
             return stream
 
+    def close(self) -> None:
+        """Drop what is not done, and what is free.
+
+        Work has its operands, these have memory, and that has its stream, whose work it is: a
+        circle of which Python does not see all, so it would stay.
+        """
+        with self._lock:
+            for stream in self.streams:
+                stream.queue.clear()
+            self._freed.clear()
+            self._lent.clear()
+            self._pools.clear()
+
     # -- giving work --------------------------------------------------------------------------
 
     def launch(

@@ -195,6 +195,8 @@ def _pinned(self: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 def simulated(machine: Machine | None = None, **options: Any) -> Iterator[Machine]:
     """While open, this machine's devices are there: `sim:0`, `sim:1`, and so on.
 
+    After that the machine is closed.
+
     Args:
         machine: the machine; one is made of the options, as of `Machine`, if there is none.
     """
@@ -205,4 +207,5 @@ def simulated(machine: Machine | None = None, **options: Any) -> Iterator[Machin
         with pinning, torch.autograd.set_multithreading_enabled(False):
             yield RUNNING.machine
     finally:
+        RUNNING.machine.close()
         RUNNING.machine = before
