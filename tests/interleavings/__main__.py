@@ -18,6 +18,7 @@ from tests.interleavings.many import mistaken, quiet, right_ones
 from tests.interleavings.mutations import MUTATIONS
 
 _CHUNK = 50  # interleavings that a process is given at a time
+_CHUNKS = 10  # until another process takes its place, as the memory of threads stays
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     begin, cases, wrong = time.monotonic(), Counter[str](), list[str]()
-    with ProcessPoolExecutor(given.jobs, context, initializer=quiet) as pool:
+    with ProcessPoolExecutor(
+        given.jobs, context, initializer=quiet, max_tasks_per_child=_CHUNKS
+    ) as pool:
         starts = range(0, given.count, _CHUNK)
         sizes = [min(_CHUNK, given.count - start) for start in starts]
         for found in pool.map(right_ones, starts, sizes):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.capture import Program
+from penstock.checkpoint.saver import Save
 from penstock.comparison.reference import one_device
 from penstock.devices.kinds import kind_of
 from penstock.plan.decisions import StagePlan
@@ -221,10 +222,10 @@ def run(
             found.update(_state(pipe.model, step))
             optimizer.step()
             if step == 0 and case.more:
-                pipe.save(folder, background=True, optimizer=optimizer)
+                saved = pipe.save(folder, background=True, optimizer=optimizer)
         found.update(_state(pipe.model, 3))
         if case.more:
-            found.update(_more(case, pipe, optimizer, folder))
+            found.update(_more(case, pipe, optimizer, saved, folder))
         return {name: value.cpu() for name, value in found.items()}
 
 
@@ -237,7 +238,9 @@ def _given(case: Case, step: int, last: torch.device) -> tuple[Tensor, Tensor]:
     return x.to(_home(case)), y.to(last)
 
 
-def _more(case: Case, pipe: ps.Pipeline, optimizer: Any, folder: str) -> dict[str, Tensor]:
+def _more(
+    case: Case, pipe: ps.Pipeline, optimizer: Any, saved: Save, folder: str
+) -> dict[str, Tensor]:
     """Batches mapped and evaluated; and a step after the one that was saved."""
     found: dict[str, Tensor] = {}
     last = torch.device(case.devices[pipe.plan.placement[-1]])
@@ -248,6 +251,7 @@ def _more(case: Case, pipe: ps.Pipeline, optimizer: Any, folder: str) -> dict[st
     x, y = _given(case, 0, last)
     found["evaluated"] = pipe.eval_step(x, target=y, loss_fn=_LOSS)
     pipe.train()
+    saved.wait()
     ps.load(folder).restore(pipe, optimizer=optimizer)
     x, y = _given(case, 1, last)
     found["loss again"] = pipe.train_step(x, target=y, loss_fn=_LOSS)
