@@ -18,7 +18,7 @@ from tests.interleavings.many import mistaken, quiet, right_ones
 from tests.interleavings.mutations import MUTATIONS
 
 _CHUNK = 50  # interleavings that a process is given at a time
-_CHUNKS = 10  # until another process takes its place, as the memory of threads stays
+_CHUNKS = 10  # until other processes take their place, as the memory of threads stays
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,15 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     begin, cases, wrong = time.monotonic(), Counter[str](), list[str]()
-    with ProcessPoolExecutor(
-        given.jobs, context, initializer=quiet, max_tasks_per_child=_CHUNKS
-    ) as pool:
-        starts = range(0, given.count, _CHUNK)
-        sizes = [min(_CHUNK, given.count - start) for start in starts]
-        for found in pool.map(right_ones, starts, sizes):
-            cases += found.cases
-            wrong += found.wrong
-            print(f"{cases.total()} of {given.count}, {len(wrong)} wrong", *found.wrong, sep="\n  ")
+    chunks = [(k, min(_CHUNK, given.count - k)) for k in range(0, given.count, _CHUNK)]
+    together = given.jobs * _CHUNKS
+    for first in range(0, len(chunks), together):
+        with ProcessPoolExecutor(given.jobs, context, initializer=quiet) as pool:
+            for found in pool.map(right_ones, *zip(*chunks[first:][:together], strict=True)):
+                cases += found.cases
+                wrong += found.wrong
+                done = f"{cases.total()} of {given.count}, {len(wrong)} wrong"
+                print(done, *found.wrong, sep="\n  ", flush=True)
+    with ProcessPoolExecutor(given.jobs, context, initializer=quiet) as pool:
         mistakes = list(pool.map(mistaken, MUTATIONS, [given.mistaken] * len(MUTATIONS)))
     page = _page(cases, wrong, dict(zip(MUTATIONS, mistakes, strict=True)), given.mistaken)
     print(page, f"{time.monotonic() - begin:.0f} s")
