@@ -48,7 +48,7 @@ from penstock.links.casting import name_of
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute, Request
-from penstock.planning.planner import better_plan, decide_plan
+from penstock.planning.planner import better_plan, decide_plan, warn_of_launches
 from penstock.running import Running
 from penstock.sessions.session import Session, Sessions
 from penstock.steps import Loading, StepHook
@@ -306,6 +306,8 @@ class Pipeline:
             source = source_of(model, weights)
             with with_autograd():
                 planned = decide_plan(plan, program, args, kwargs, backend, request, tune, report)
+                if not cuda_graphs:
+                    warn_of_launches(planned)
                 given = Given(
                     request=with_choices_of(planned.plan, request),
                     workers=chosen,

@@ -214,6 +214,7 @@ def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
         advice,
         considered,
         flow,
+        launches,
         prediction,
         replicas,
         stages,
@@ -228,7 +229,7 @@ def _text(found: Plan, costs: Profile, show_schedule: bool) -> str:
         stages(found, width),
         *filter(None, [replicas(found, width)]),
         [as_text(timeline), legend(timeline)],
-        [prediction(found), f"confidence: {costs.confidence}"],
+        [prediction(found), f"confidence: {costs.confidence}", *launches(found, costs)],
         considered(found, width),
     ]
     if show_schedule:

@@ -193,6 +193,9 @@ def _beside(costs: Profile) -> list[str]:
         ends = sorted({f"{ratio:.2f}" for ratio in (min(first.contention), max(first.contention))})
         longer = f"{' to '.join(ends)} times as long"
         lines.append(f"contention: a micro-batch takes {longer} as on one worker alone")
+    if first.launching:
+        ends = sorted({f"{share:.0%}" for share in (min(first.launching), max(first.launching))})
+        lines.append(f"launching: the CPU needs {' to '.join(ends)} of a micro-batch's time for it")
     lines += _halves(first)
     return lines
 

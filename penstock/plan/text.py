@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.display.tables import aligned
 from penstock.plan.decisions import Candidate, Decisions, StagePlan, Way, fastest_of
+from penstock.profile.data import Profile
 from penstock.units import show_bytes, show_seconds
 
 _STAGE_HEADING = (
@@ -20,6 +21,7 @@ _REPLICA_HEADING = ("replica", "devices", "micro-batches", "slowest stage", "mem
 _RING = "as with DistributedDataParallel, which sums gradients in another order than one device"
 _IN_ORDER = "replicas={} does that, and sums gradients in the order of one device"
 
+_WAITING = 0.9  # of a micro-batch's time; a device whose launches take longer has nothing ahead
 _IDLE = 0.1  # of a step; a worker that is busy for less is hardly needed
 
 
@@ -156,6 +158,30 @@ def advice(plan: Decisions) -> list[str]:
                 f"Worker {worker} is predicted to work for {share} "
                 "only: the model has too little that can be given to it. Fewer devices would do."
             )
+    return found
+
+
+def launches(plan: Decisions, profile: Profile) -> list[str]:
+    """Which devices wait for the CPU that launches their work, and what would help.
+
+    Args:
+        plan: whose micro-batches they run.
+        profile: what they take.
+    """
+    found = []
+    for name in dict.fromkeys(plan.devices):
+        share = profile.on(name).launched(plan.batch_size / plan.num_microbatches)
+        if share < _WAITING:
+            continue
+        ways = ["larger micro-batches are launched less often"]
+        if name.startswith("cuda"):
+            ways.insert(0, "cuda_graphs=True launches a stage at once")
+            if len(plan.devices) > 1:
+                ways.insert(1, 'with workers="processes" every GPU has an interpreter of its own')
+        found.append(
+            f"{name} waits for the CPU, which launches its work for {share:.0%} of the time of a "
+            f"micro-batch: {', '.join(ways)}."
+        )
     return found
 
 

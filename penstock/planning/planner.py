@@ -21,7 +21,7 @@ from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans_on_any
-from penstock.plan.text import advice
+from penstock.plan.text import advice, launches
 from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
@@ -130,6 +130,13 @@ def decide_plan(
     edges = [first for stage in decided.stages for first, _, _ in stage.spans]
     program.check_cuts([edge for edge in edges if edge > 0])
     return Planned(decided, costs)
+
+
+def warn_of_launches(planned: Planned) -> None:
+    """Say which devices wait for the CPU that launches their work, if that was measured."""
+    if planned.profile is not None:
+        for sentence in launches(planned.plan, planned.profile):
+            _LOG.warning(sentence)
 
 
 def _check_room(plan: Plan, request: Request) -> None:

@@ -74,6 +74,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             while all workers of this kind are at work as on one alone, which has the memory and the
             interpreter to itself. Empty means 1.
         added_per_second: bytes of gradients that are added to others; about one core's by default.
+        launching: `launching[k]`, the part of the time of a micro-batch of `rows[k]` in which the
+            CPU still launches what the device is to do, from 0 to 1. Near 1 the device waits for
+            the CPU. Empty for CPUs.
     """
 
     kind: str
@@ -85,9 +88,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     halving: tuple[float, ...] = ()
     contention: tuple[float, ...] = ()
     added_per_second: float = ADDED_PER_SECOND
+    launching: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "weight", "halving", "contention"):
+        for name in ("forward", "backward", "weight", "halving", "contention", "launching"):
             lines = len(getattr(self, name))
             optional = name not in ("forward", "backward")
             if lines != len(self.rows) and (lines or not optional):
@@ -126,6 +130,16 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if not self.halving:
             return np.zeros(len(weight))
         return np.asarray(weight * (_at(rows, self.rows, self.halving) / max(weight.sum(), 1e-12)))
+
+    def launched(self, rows: float) -> float:
+        """The part of a micro-batch's time in which the CPU launches it, from 0 to 1.
+
+        That of the nearest size that was measured.
+        """
+        if not self.launching:
+            return 0.0
+        nearest = min(range(len(self.rows)), key=lambda k: abs(self.rows[k] - rows))
+        return self.launching[nearest]
 
     def alone(self) -> DeviceProfile:
         """The costs on a worker while no other is at work."""

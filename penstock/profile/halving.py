@@ -21,7 +21,7 @@ from penstock.capture.halves import (
     run_pending,
 )
 from penstock.devices.streams import on
-from penstock.profile.timing import now, roots_of
+from penstock.profile.timing import Stopwatch, roots_of
 
 _TINY = 50  # backwards of a layer that does next to nothing
 
@@ -51,10 +51,11 @@ def halving_seconds(device: torch.device) -> float:
     half = Half(deferral)
 
     def seconds(run: Callable[..., torch.Tensor]) -> float:
-        start = now(device)
-        run(entering, weight).backward()
-        run_pending(deferral.take())
-        return now(device) - start
+        watch = Stopwatch(device)
+        with watch:
+            run(entering, weight).backward()
+            run_pending(deferral.take())
+        return watch.seconds()[0]
 
     with on(device):
         found = [
@@ -115,8 +116,10 @@ def weight_share(
     if not inputs:
         return 1.0
     gradients = [torch.ones_like(root) for root in roots]
-    clock = [now(device)]
+    watch = Stopwatch(device)
     for wanted in (inputs, weights):
-        torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
-        clock.append(now(device))
-    return (clock[2] - clock[1]) / (clock[2] - clock[0])
+        with watch:
+            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
+    of_inputs, of_weights = watch.seconds()
+    together = of_inputs + of_weights
+    return of_weights / together if together else 0.0  # too short for the device's clock

@@ -331,7 +331,9 @@ def _better(before: Sequence[Timing], now: Sequence[Timing]) -> list[Timing]:
     if faster[0].forward or not before[0].forward:
         return faster
     pairs = zip(before, faster, strict=False)
-    return [replace(known, wholes=timing.wholes) for known, timing in pairs]
+    return [
+        replace(known, wholes=timing.wholes, launching=timing.launching) for known, timing in pairs
+    ]
 
 
 def _whole(passes: Sequence[Timing]) -> tuple[float, float]:
@@ -383,7 +385,14 @@ def device_profile(
         spread=statistics.median(spread(passes) for passes in timings.values()),
         halving=tuple(halving) if any(map(any, weight)) else (),
         contention=tuple(contention),
+        launching=_launching(timings),
     )
+
+
+def _launching(timings: Mapping[int, Sequence[Timing]]) -> tuple[float, ...]:
+    """See `DeviceProfile`."""
+    known = [[t.launching for t in p if t.launching is not None] for p in timings.values()]
+    return tuple(map(statistics.median, known)) if all(known) else ()
 
 
 def _halving(

@@ -21,7 +21,7 @@ from penstock.capture.trees import flatten
 from penstock.profile.halving import halved_calls, trained_weights, weight_share
 from penstock.profile.shadow import shadow
 from penstock.profile.stepping import KEY, Saved, address
-from penstock.profile.timing import Timing, now, timed_backward
+from penstock.profile.timing import Stopwatch, Timing, timed_backward
 
 _FILL = 0.01  # what made-up weights and activations are; kernels take as long for any number
 _REPEATS = 3
@@ -148,13 +148,13 @@ class Sampler:
             share = 0.0
             for _ in range(_REPEATS):
                 values = self._values(single, leaves, sizes)
-                start = now(self.device)
-                results = single.module(sizes, KEY, *values)
-                forward = now(self.device) - start
+                watch = Stopwatch(self.device)
+                with watch:
+                    results = single.module(sizes, KEY, *values)
                 divides = halves and self._halved[number] and not found
-                backward = 0.0
                 if not self.inference:
-                    backward = timed_backward(results, self.device, again=divides)
+                    timed_backward(results, watch, again=divides)
+                forward, backward = (*watch.seconds(), 0.0)[:2]
                 if divides:
                     weights = trained_weights(self.program.train.calls[number], self.model)
                     share = weight_share(results, values, weights, self.device)

@@ -19,7 +19,7 @@ from penstock.capture.lowering import lower
 from penstock.capture.randomness import Key
 from penstock.capture.trees import flatten_result, parts_of, unflatten
 from penstock.profile.halving import halved_calls, trained_weights, weight_share
-from penstock.profile.timing import Timing, now, timed_backward
+from penstock.profile.timing import Stopwatch, Timing, timed_backward
 
 KEY = Key(0, 0, 0)
 """Where everything that is measured draws its random numbers."""
@@ -101,30 +101,38 @@ class Steps:
             halves: also measure how the backwards divide.
         """
         results = self.start(values, sizes)
-        timing = Timing([], [], wholes, [] if halves else None)
+        forward, backward = Stopwatch(self.device), Stopwatch(self.device)
+        shares: list[float] | None = [] if halves else None
         for index in range(len(self.calls)):
-            self._step(index, results, timing)
+            self._step(index, results, forward, backward, shares)
             for done in self.last_used[index]:  # memory fresh from the kernel is slow
                 results.pop(done, None)
-        return timing
+        backwards = [0.0] * len(self.calls) if self.inference else backward.seconds()
+        return Timing(forward.seconds(), backwards, wholes, shares)
 
-    def _step(self, index: int, results: dict[fx.Node, Any], timing: Timing) -> None:
+    def _step(
+        self,
+        index: int,
+        results: dict[fx.Node, Any],
+        forward: Stopwatch,
+        backward: Stopwatch,
+        shares: list[float] | None,
+    ) -> None:
         nodes, clone = self.calls[index], index in self.mutating
         own = set(nodes)
         entering = {a for n in nodes for a in n.all_input_nodes if a not in own}
         scope = {node: _severed(results[node], clone) for node in entering}
         given = [v for v in scope.values() if not isinstance(v, nn.Parameter)]
-        start = now(self.device)
-        for node in nodes:
-            scope[node] = _run(self.module, node, scope)
-        timing.forward.append(now(self.device) - start)
+        with forward:
+            for node in nodes:
+                scope[node] = _run(self.module, node, scope)
         made = [scope[n] for n in nodes]
-        halves = timing.shares is not None and index in self.weights
-        backward = 0.0 if self.inference else timed_backward(made, self.device, again=halves)
-        timing.backward.append(backward)
-        if timing.shares is not None:
+        if not self.inference:
+            halves = shares is not None and index in self.weights
+            timed_backward(made, backward, again=halves)
+        if shares is not None:
             weights = self.weights.get(index, ())
-            timing.shares.append(weight_share(made, given, weights, self.device))
+            shares.append(weight_share(made, given, weights, self.device))
         results.update({n: scope[n] for n in nodes})
         changed = [n for n in entering if clone or not isinstance(scope[n], torch.Tensor)]
         results.update({n: scope[n] for n in changed})  # later calls read what was changed

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +20,12 @@ from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
 from penstock.capture.preserve import untouched, without_gradients
 from penstock.devices.cores import end_idle_threads, use_threads
+from penstock.devices.kinds import kind_of
 from penstock.devices.streams import on
 from penstock.profile.sampling import Sampler
 from penstock.profile.shadow import shadow
 from penstock.profile.stepping import KEY, Steps, trace_of_forwards
-from penstock.profile.timing import Timing, now, spread, timed_backward
+from penstock.profile.timing import Stopwatch, Timing, launching, spread, timed_backward
 
 SECONDS = 1.0
 """After which no further pass over a size begins, if nobody says otherwise."""
@@ -33,6 +35,7 @@ _STEADY = 0.02  # spread at which it is enough
 _MOST_WARM_UPS, _NO_FASTER = 5, 0.97
 _WARMING_UP = 1.0  # seconds after which no further one begins, but two
 _WHOLES = 2  # in each pass
+_LAUNCHES = 3
 _UNSETTLED, _MOST_HALVINGS = 2, 12
 _MOST_CONTENTIONS = 3
 
@@ -265,13 +268,16 @@ class _Member:
         with torch.set_grad_enabled(not self.inference):
             if brief:
                 self._whole(values, sizes)  # memory settles
-                yield Timing([], [], [self._whole(values, sizes)])
+                wholes = [self._whole(values, sizes)]
+                yield Timing([], [], wholes, launching=self._launching(values, sizes))
                 return
-            wholes, is_first = self._warmed_up(values, sizes), True
+            wholes, launched = self._warmed_up(values, sizes), self._launching(values, sizes)
+            yield replace(
+                self.steps.timed(values, sizes, wholes, not self.inference), launching=launched
+            )
             while True:
-                halves = is_first and not self.inference
-                yield self.steps.timed(values, sizes, wholes, halves)
-                wholes, is_first = [self._whole(values, sizes) for _ in range(_WHOLES)], False
+                wholes = [self._whole(values, sizes) for _ in range(_WHOLES)]
+                yield self.steps.timed(values, sizes, wholes, halves=False)
 
     def halvings(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> Generator[float]:
         """The seconds that a pass in halves takes longer than a whole one, again and again."""
@@ -308,19 +314,35 @@ class _Member:
         return wholes[-_WHOLES:]
 
     def _whole(self, values: Sequence[Any], sizes: Sizes) -> tuple[float, float]:
-        start = now(self.device)
-        outputs = self.steps.module(sizes, KEY, *values)
-        forward = now(self.device) - start
-        return forward, 0.0 if self.inference else timed_backward(outputs, self.device)
+        watch = Stopwatch(self.device)
+        with watch:
+            outputs = self.steps.module(sizes, KEY, *values)
+        if not self.inference:
+            timed_backward(outputs, watch)
+        forward, backward = (*watch.seconds(), 0.0)[:2]
+        return forward, backward
+
+    def _launching(self, values: Sequence[Any], sizes: Sizes) -> float | None:
+        """See `Timing`."""
+        if not kind_of(self.device).has_streams:
+            return None
+
+        def whole() -> None:
+            outputs = self.steps.module(sizes, KEY, *values)
+            if not self.inference:
+                timed_backward(outputs, watch)
+
+        watch = Stopwatch(self.device)
+        return statistics.median(launching(whole, self.device) for _ in range(_LAUNCHES))
 
     def _halved(self, values: Sequence[Any], sizes: Sizes) -> float:
-        start = now(self.device)
-        outputs = self.steps.halving(sizes, KEY, *values)
-        forward = now(self.device) - start
-        backward = timed_backward(outputs, self.device)
-        start = now(self.device)
-        run_pending(self.steps.deferral.take())
-        return forward + backward + now(self.device) - start
+        watch = Stopwatch(self.device)
+        with watch:
+            outputs = self.steps.halving(sizes, KEY, *values)
+        timed_backward(outputs, watch)
+        with watch:
+            run_pending(self.steps.deferral.take())
+        return sum(watch.seconds())
 
     def nests(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the backward runs another one in it."""

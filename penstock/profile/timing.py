@@ -1,16 +1,17 @@
-"""Reading the clock around work on a device."""
+"""How long work on a device takes: by the clock on CPUs, by events where there are streams."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from penstock.devices.kind import Moment
 from penstock.devices.kinds import kind_of
 
 
@@ -24,12 +25,15 @@ class Timing:
         wholes: forward and backward of the whole program, as it will run.
         shares: of every call the part of its backward that is for its weights alone and can be
             put off, from 0 to 1; `None` in passes that do not measure it.
+        launching: the part of the whole program's time in which the CPU still gives the device
+            work, from 0 to 1; `None` in passes that do not measure it, as on CPUs.
     """
 
     forward: list[float]
     backward: list[float]
     wholes: list[tuple[float, float]]
     shares: list[float] | None = None
+    launching: float | None = None
 
     @property
     def whole(self) -> tuple[float, float]:
@@ -53,23 +57,68 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+class Stopwatch:
+    """Times pieces of work, `with watch: ...`.
+
+    Where work is queued on streams, it takes from when the stream comes to it until it is done, by
+    events. So it is given ahead, as it will be when it runs, and nothing waits before `seconds`.
+
+    Args:
+        device: where the work is. It has done what it was given before, when this begins.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._kind = device, kind_of(device)
+        self._kind.synchronize(device)
+        self._ends: list[tuple[Moment | float, Moment | float]] = []
+
+    def _now(self) -> Moment | float:
+        if self._kind.has_streams:
+            return self._kind.moment(self._device)
+        return time.perf_counter()
+
+    def __enter__(self) -> None:
+        self._begun = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.append((self._begun, self._now()))
+
+    def seconds(self) -> list[float]:
+        """What each piece took; waits for the last."""
+        return [_between(*ends) for ends in self._ends]
+
+
+def _between(begin: Moment | float, end: Moment | float) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return end - begin  # type: ignore[operator]
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def launching(work: Callable[[], object], device: torch.device) -> float:
+    """The part of the time of some work in which the CPU gives it to the device, from 0 to 1."""
+    begun = now(device)
+    work()
+    given = time.perf_counter()
+    return (given - begun) / (now(device) - begun)
+
+
 def roots_of(results: Sequence[Any]) -> list[torch.Tensor]:
     """The results that a backward starts from, each once."""
     roots = [t for t in results if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     return list({id(t): t for t in roots}.values())
 
 
-def timed_backward(results: Sequence[Any], device: torch.device, again: bool = False) -> float:
-    """Seconds that a backward from these results takes; none of them may be a leaf.
+def timed_backward(results: Sequence[Any], watch: Stopwatch, again: bool = False) -> None:
+    """Time a backward from these results; none of them may be a leaf.
 
     Args:
         results: where it starts; what is no tensor with a history does not count.
-        device: where they are.
+        watch: times it.
         again: keep the graph for another backward.
     """
     roots = roots_of(results)
     grads = [torch.ones_like(root) for root in roots]
-    begin = now(device)
-    if roots:
-        torch.autograd.backward(roots, grads, retain_graph=again)
-    return now(device) - begin
+    with watch:
+        if roots:
+            torch.autograd.backward(roots, grads, retain_graph=again)
