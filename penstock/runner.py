@@ -214,7 +214,11 @@ class Recovery(Protocol):
         """
 
     def relieve(self) -> None:
-        """Some were asked to leave; no pass is under way."""
+        """Some were asked to leave; no pass is under way.
+
+        Raises:
+            WorkerDied: others have died.
+        """
 
 
 class Runner:
@@ -583,9 +587,8 @@ class Runner:
         if order.number >= 0 and order.what != "backward":  # what is refused before does not count
             self.counts.count(order.microbatches[0].key.step)
         try:
-            recovery = self._who_recovers()
-            if recovery is not None and self.workers.are_leaving and not self._under_way:
-                recovery.relieve()
+            if self.workers.are_leaving and not self._under_way:
+                self.surviving(self._relieve)
             started = Started(order, self.steps.begin())
         except BaseException:
             self._user.leave()
@@ -747,14 +750,27 @@ class Runner:
                 self._note_what_cannot_run_again()
                 if deaths == _MOST_DEATHS and awaited is not None and awaited.is_of_session:
                     awaited.end = _given_up(death)
-                begun = *self._under_way, *self._awaiting_backward.values()
-                repeatable = [started for started in begun if self._can_run_again(started)]
                 if (recovery := self._who_recovers()) is None:
                     raise
-                recovery.recover(death, deaths)
-                for started in repeatable:
-                    if started.before is not None:
-                        started.before = started.before.renewed()
+                with self._changing_workers():
+                    recovery.recover(death, deaths)
+
+    def _relieve(self) -> None:
+        """Let others take over for workers that were asked to leave, if that is still so."""
+        recovery = self._who_recovers()
+        if recovery is not None and self.workers.are_leaving:
+            with self._changing_workers():
+                recovery.relieve()
+
+    @contextmanager
+    def _changing_workers(self) -> Iterator[None]:
+        """While open, others take over. What could be run again before, can be after it."""
+        begun = *self._under_way, *self._awaiting_backward.values()
+        repeatable = [started for started in begun if self._can_run_again(started)]
+        yield
+        for started in repeatable:
+            if started.before is not None:
+                started.before = started.before.renewed()
 
     def _who_recovers(self) -> Recovery | None:
         return None if self.recovery is None else self.recovery()

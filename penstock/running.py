@@ -395,8 +395,14 @@ class Running:
             self.runner.between_passes(lambda: self.workers.fetch_states(()))
 
     def relieve(self) -> None:
-        """Let others take over for workers that leave, between two passes."""
-        self._take_over(self.workers.left, "a worker was asked to end (SIGTERM)", None)
+        """Let others take over for workers that leave, between two passes.
+
+        Raises:
+            WorkerDied: one has died.
+        """
+        self.workers.bring()
+        left = self.workers.left()
+        self._take_over(lambda: left, "a worker was asked to end (SIGTERM)", None)
 
     def _take_over(
         self, remember: Callable[[], SideEffects], what: str, death: WorkerDied | None

@@ -117,6 +117,11 @@ class DrivenWorkers(Workers):
             save.job(rest, portion)()
         return save.parts(count - len(jobs))
 
+    @property
+    def are_leaving(self) -> bool:
+        """Whether some were asked to end, and others can take over."""
+        return self._pool.keeps_survivors and bool(self._pool.leaving)
+
     def left(self) -> SideEffects:
         """What forwards have left with the workers, and what losses may remember."""
         return self._side_effects(self._run([FetchMemory()] * len(self.members)))

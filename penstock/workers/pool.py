@@ -64,8 +64,13 @@ class Pool(ABC):
         count: how many.
         grace: seconds that they have to stop when a dispatch is given up.
         reset: called when all have stopped after that, before the next jobs.
+
+    Attributes:
+        keeps_survivors: whether others can go on, if some have ended.
+        leaving: the workers that were asked to end, by a SIGTERM.
     """
 
+    keeps_survivors = False
     _can_be_killed = False  # if one has failed, those that cannot be are waited for longer
 
     def __init__(self, count: int, grace: float, reset: Callable[[], None]) -> None:
@@ -75,6 +80,7 @@ class Pool(ABC):
         self._dispatches = 0
         self._open: list[Dispatch] = []
         self._closed_because: str | None = None
+        self.leaving: set[int] = set()
 
     def __len__(self) -> int:
         return self._count

@@ -687,3 +687,12 @@ def test_memory_that_lies_together_is_copied_at_once() -> None:
     homes = [segment, segment, segment, other]
     assert sorted(spans_of(tensors, homes)) == [(0, 64 + 12), (2, 8), (3, 8)]
     assert sorted(spans_of(tensors[1::-1], homes[:2])) == [(1, 64 + 12)]
+
+
+@pytest.mark.parametrize("way", ["replace", "continue"])
+def test_another_dies_as_one_was_asked_to_end(tmp_path: Path, way: str) -> None:
+    events = {2: send(1, signal.SIGTERM), 3: send(0)}
+    devices = ["cpu"] * 3
+    pipe = check(tmp_path, events, devices=devices, on_failure=way, timeout=60)
+    assert len(pipe.members) == (3 if way == "replace" else 1)
+    assert "was killed by SIGKILL" in pipe.history().events[0].what

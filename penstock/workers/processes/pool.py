@@ -192,9 +192,7 @@ class ProcessPool(Pool):
     Attributes:
         board: where the processes note what they do.
         old: the workers that were in another pool; they have to enter this one first.
-        keeps_survivors: as above.
         spares: as above.
-        leaving: the workers that were asked to end, by a SIGTERM.
     """
 
     _can_be_killed = True
@@ -212,7 +210,6 @@ class ProcessPool(Pool):
         self.board = new_board(count)
         self.keeps_survivors = keeps_survivors
         self.spares = spares
-        self.leaving: set[int] = set()
         self._processes: list[_Process] = []
         self._spares: list[_Process] = []
         self._grants = 0

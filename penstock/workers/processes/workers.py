@@ -409,11 +409,6 @@ class ProcessWorkers(DrivenWorkers):
         remotes = enumerate(self._remotes)
         return [Finder(own.modules, self._shared.tensors(place)) for place, own in remotes]
 
-    @property
-    def are_leaving(self) -> bool:
-        """Whether some were asked to end, and others can take over."""
-        return self._pool.keeps_survivors and bool(self._pool.leaving)
-
     def survivors(self) -> ProcessSurvivors:
         """The processes that can go on in another pool."""
         survivors = self._pool.survivors()

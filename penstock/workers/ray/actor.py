@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -179,19 +180,47 @@ class ActorState(ProcessState):
         return changed
 
 
+class ActorReport(NamedTuple):
+    """What has come of an actor's job.
+
+    Attributes:
+        failed: whether the value is what it has raised.
+        value: its result.
+        leaves: whether the actor was asked to end, by a SIGTERM.
+    """
+
+    failed: bool
+    value: Pickled
+    leaves: bool
+
+
 class Actor:
     """The class of the Ray actors. Everything but the end is a job that the script sends.
 
     Args:
         worker: its number.
+        hands_over: whether others can take over for it. Then it goes on when it gets a SIGTERM, and
+            every report says so, until it is told to leave.
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, hands_over: bool = False) -> None:
         self._state = ActorState(worker)
         self._lock = threading.Lock()  # of the numbers of jobs
         self._thread = 0
+        self._leaves = False
+        if hands_over:
+            signal.signal(signal.SIGTERM, self._note_end)
 
-    def do(self, number: int, operation: str, packed: Pickled) -> tuple[bool, Pickled]:
+    def _note_end(self, *_: object) -> None:
+        self._leaves = True
+
+    def leave(self) -> None:
+        """End, as others have taken over."""
+        from ray.actor import exit_actor
+
+        exit_actor()
+
+    def do(self, number: int, operation: str, packed: Pickled) -> ActorReport:
         """Do a job.
 
         If it is an operation of all ranks, they are told of whatever happens here, even if the job
@@ -203,7 +232,7 @@ class Actor:
             packed: the job.
 
         Returns:
-            whether it failed; and the result, or the error.
+            the result, or the error.
         """
         self._thread = threading.get_ident()
         own = self._state
@@ -224,9 +253,9 @@ class Actor:
         except BaseException as error:  # a sys.exit() in a module must not end the actor
             found, failed = portable(error, f"worker {own.worker}"), True
         try:
-            return failed, pickled(found)
+            return ActorReport(failed, pickled(found), self._leaves)
         except Exception as error:
-            return True, pickled(portable(unsent(error, own.worker)))
+            return ActorReport(True, pickled(portable(unsent(error, own.worker))), self._leaves)
 
     def give_up(self, number: int) -> None:
         """Give up this job and those before it; runs beside them, and may come after them."""

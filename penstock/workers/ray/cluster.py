@@ -227,9 +227,22 @@ class Cluster:
         )
 
     def start(
-        self, group: PlacementGroup, bundles: Sequence[int], cpus: float, kind: type
+        self,
+        group: PlacementGroup,
+        bundles: Sequence[int],
+        cpus: float,
+        kind: type,
+        hands_over: bool,
     ) -> list[ActorHandle]:
-        """Start actors of this class on bundles that were reserved; they are given the numbers."""
+        """Start actors of this class on bundles that were reserved; they are given the numbers.
+
+        Args:
+            group: the placement group.
+            bundles: of it.
+            cpus: that each reserves.
+            kind: their class.
+            hands_over: as of `Actor`.
+        """
         package = ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -249,7 +262,7 @@ class Cluster:
                     max_task_retries=0,
                     runtime_env=env or None,
                 )
-                found.append(options.remote(bundle))
+                found.append(options.remote(bundle, hands_over))
         return found
 
 

@@ -19,7 +19,7 @@ from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.rendezvous import RankEntry
-from penstock.workers.ray.actor import Actor, ActorState, operation_of
+from penstock.workers.ray.actor import Actor, ActorReport, ActorState, operation_of
 from penstock.workers.ray.cluster import Cluster, kill, ray
 from penstock.workers.ray.copies import Entries
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
@@ -112,7 +112,6 @@ class ActorPool(Pool):
     Attributes:
         board: what those do that are on this machine.
         nodes: for every worker its process, and its node, in words; known after the start.
-        keeps_survivors: whether others can go on.
         old: the workers that were in another pool; they have to enter this one first.
         copies: the number of the last copy that they were asked for, by the pool before, too.
 
@@ -150,7 +149,9 @@ class ActorPool(Pool):
             else:
                 self._reserved.append(cluster.reserve(count, cpus))
             fresh = self._bundles[len(self._actors) :]
-            self._actors += cluster.start(self._reserved[0], fresh, cpus, Actor)
+            self._actors += cluster.start(
+                self._reserved[0], fresh, cpus, Actor, self.keeps_survivors
+            )
         except BaseException:
             self.close("its workers could not be started")
             self.board.close()
@@ -277,8 +278,11 @@ class ActorPool(Pool):
     def survivors(self) -> ActorSurvivors:
         """Those that can go on in another pool, which leave this one."""
         ended = self._deaths.keys() | self._stuck
-        left = [worker for worker in range(self._count) if worker not in ended]
+        gone = ended | self.leaving
+        left = [worker for worker in range(self._count) if worker not in gone]
         kill([self._actors[worker] for worker in ended], [])
+        for worker in self.leaving - ended:
+            self._actors[worker].leave.remote()
         self._end.detach()
         self._closed_because = self._closed_because or "others have taken over"
         return ActorSurvivors(
@@ -406,15 +410,17 @@ class ActorPool(Pool):
         errors = ray().exceptions
         lost = (errors.ObjectLostError,) if self.keeps_survivors else ()  # by another to be ended
         try:
-            failed, packed = ray().get(ref)
-            value = unpickled(packed)
+            report: ActorReport = ray().get(ref)
+            value = unpickled(report.value)
         except (errors.RayActorError, *lost) as error:
             self._note(worker, self._deaths.get(worker) or self._lost(worker, error), current)
         except Exception as error:
             error.add_note(f"The report of worker {worker} cannot be read in this process.")
             current.results.setdefault(worker, JobResult(None, error))
         else:
-            result = JobResult(None, value) if failed else JobResult(value, None)
+            if report.leaves:
+                self.leaving.add(worker)
+            result = JobResult(None, value) if report.failed else JobResult(value, None)
             current.results.setdefault(worker, result)
 
     def _note(self, worker: int, died: WorkerDied, current: Dispatch) -> None:

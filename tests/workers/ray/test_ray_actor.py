@@ -19,10 +19,11 @@ def test_who_is_interrupted(which: str, monkeypatch: pytest.MonkeyPatch) -> None
     interrupted = []
     monkeypatch.setattr(actor._state, "interrupt", lambda: interrupted.append(which))
     actors[0] = actor
-    failed, _ = actor.do(5, "", pickled(give_up(GIVEN_UP[which])))
-    assert not failed
+    assert not actor.do(5, "", pickled(give_up(GIVEN_UP[which]))).failed
     assert interrupted == ([] if which == "earlier" else [which])
-    assert actor.do(4, "", pickled(give_up(3)))[0]  # it was given up before it began, or is late
+    assert actor.do(
+        4, "", pickled(give_up(3))
+    ).failed  # it was given up before it began, or is late
 
 
 actors: dict[int, Actor] = {}

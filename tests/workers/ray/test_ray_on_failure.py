@@ -274,6 +274,31 @@ def test_an_actor_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     assert "was stopped by a signal" in pipe.history().events[0].what
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", ["replace", "continue"])
+def test_an_actor_that_is_asked_to_end_hands_over(tmp_path: Path, way: str) -> None:
+    left: list[Any] = []
+
+    def ask(pipe: ps.Pipeline) -> None:
+        left.append(pipe._workers._pool._actors[1])  # type: ignore[attr-defined]
+        send(1, signal.SIGTERM)(pipe)
+
+    pipe = check(tmp_path, {2: ask}, on_failure=way)
+    (event,) = pipe.history().events
+    assert "a worker was asked to end (SIGTERM)" in event.what
+    with pytest.raises(ray().exceptions.RayActorError, match=r"INTENDED_USER_EXIT|exit_actor"):
+        ray().get(left[0].look.remote())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_actor_dies_as_another_was_asked_to_end(tmp_path: Path) -> None:
+    events = {2: send(1, signal.SIGTERM), 3: send(0)}
+    pipe = check(tmp_path, events, on_failure="replace", devices=["cpu"] * 3)
+    assert len(pipe.members) == 3
+
+
 LOSSES = [F.mse_loss, F.l1_loss, F.smooth_l1_loss]
 
 
