@@ -411,7 +411,7 @@ class Pipeline:
         now = given.as_they_are(self._workers, self.threads_per_worker)
         if given.workers.devices is not None:
             now = replace(now, devices=given.workers.devices)
-        return self._running.change(now, better_plan, progress)
+        return self._running.change(now, better_plan, progress, measures=True)
 
     def resize(
         self, devices: Devices, *, progress: Progress | Literal["auto"] | None = "auto"
@@ -448,7 +448,7 @@ class Pipeline:
         if now == (self._workers.devices if before is None else existing_devices(before)):
             return False
         others = given.on(now, self._workers, self.threads_per_worker)
-        return self._running.change(others, plan_for_others, progress)
+        return self._running.change(others, plan_for_others, progress, measures=False)
 
     # -- training -------------------------------------------------------------------------
 

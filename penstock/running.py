@@ -26,6 +26,7 @@ from penstock.board.status import News, status_of
 from penstock.capture import Program
 from penstock.changing import Fallbacks, Given, Planning, with_one_replica
 from penstock.checkpoint.saver import Saver
+from penstock.devices.choice import existing_devices
 from penstock.devices.cores import cores
 from penstock.devices.machine import processor
 from penstock.devices.settings import with_autograd
@@ -44,7 +45,7 @@ from penstock.links.wire import interrupts_wait
 from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.plan.text import prediction
-from penstock.planning.planner import Planned, Replanning
+from penstock.planning.planner import Planned, Replanning, has_links
 from penstock.profile import Profile
 from penstock.runner import Runner
 from penstock.steps import note_optimizers
@@ -243,27 +244,37 @@ class Running:
     # -- others -----------------------------------------------------------------------------------
 
     def change(
-        self, chosen: WorkerOptions, planning: Planning, progress: Progress | Literal["auto"] | None
+        self,
+        chosen: WorkerOptions,
+        planning: Planning,
+        progress: Progress | Literal["auto"] | None,
+        measures: bool,
     ) -> bool:
         """Have other workers, or another plan; if that fails, all is as it was.
+
+        Worker processes go on among the others, unless links are to be measured, which takes
+        processes without a plan.
 
         Args:
             chosen: who is to run the plan.
             planning: finds it.
             progress: as in `Pipeline`.
+            measures: whether what is known of links is to be measured again.
 
         Returns:
             whether there was another plan.
         """
         began, before, old = time.monotonic(), self.members, self.plan
         self.saver.finish()  # a failed save is raised while the old workers are there
-        backend = chosen.backend(self._allocator_kept)
+        known = None if measures or not self._knows_links(chosen) else self.profile
+        staying = 0 if known is None else self.workers.staying
+        backend = chosen.backend(self._allocator_kept, staying=staying)
         with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)
             left = self.runner.between_passes(lambda: self.workers.left())
             request, note = with_one_replica(self.given.request, old, left)
             example = self.given.example
-            replanning = Replanning(old, self._program, *example, backend, request, report)
+            replanning = Replanning(old, self._program, *example, backend, request, report, known)
             plan, profile, stays = planning(replanning)
             if stays:
                 self._predict(plan, profile)
@@ -274,7 +285,7 @@ class Running:
             plan = backend.broadcast_plan(self._program, plan)
             left.bring()
             self.profile = profile
-            self._switch(backend, plan)
+            self._switch(backend, plan, goes_on=staying > 0)
             stack.pop_all()
         self._fallbacks = fallbacks
         self.given = replace(self.given, workers=chosen)
@@ -303,12 +314,21 @@ class Running:
         self.runner.steps.kept.go_on(self.about(), profile)
         self.runner.steps.kept.happened(f"measured again, and the plan stays: {plan.summary}")
 
-    def _switch(self, backend: Backend, plan: Plan) -> None:
+    def _knows_links(self, chosen: WorkerOptions) -> bool:
+        """Whether the profile has the links between these workers."""
+        return (
+            self.profile is not None
+            and chosen.devices is not None
+            and has_links(self.profile, existing_devices(chosen.devices))
+        )
+
+    def _switch(self, backend: Backend, plan: Plan, goes_on: bool) -> None:
         """Stop the workers and start others; if that fails, start those again that were there.
 
         Args:
             backend: the other workers.
             plan: what they run.
+            goes_on: whether those that can go on among the others.
 
         Raises:
             ClosedError: nobody could be started.
@@ -318,6 +338,8 @@ class Running:
         for optimizer in self._optimizers:
             optimizer.divide_again()
         self._serve_again()
+        if goes_on:
+            backend.welcome(self.workers.survivors())
         self.runner.close()
         try:
             self._use(backend, plan)

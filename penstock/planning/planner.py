@@ -7,6 +7,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -170,6 +171,8 @@ class Replanning:
         backend: the workers that are to run the new plan, with which links are measured.
         request: what was asked of the plan in use, which is asked of the new one as well.
         progress: as in `Pipeline`.
+        known: the profile of the plan in use, whose links are not measured again; `None` if they
+            are to be.
     """
 
     plan: Plan
@@ -179,6 +182,7 @@ class Replanning:
     backend: Backend
     request: Request
     progress: Progress | None
+    known: Profile | None = None
 
     @property
     def same(self) -> Request:
@@ -207,6 +211,7 @@ class Replanning:
             fresh=fresh,
             threads=backend.threads,
             where=backend.probe,
+            known=self.known,
             progress=self.progress,
         )
 
@@ -359,6 +364,7 @@ def profiles_for(
     fresh: bool = False,
     threads: int = 0,
     where: LinkProbe | None = None,
+    known: Profile | None = None,
     progress: Progress | None = None,
 ) -> list[Profile]:
     """A profile for each of the lists of devices on which what is asked for is possible.
@@ -368,6 +374,7 @@ def profiles_for(
     Args:
         program, args, kwargs, choices, request, limits, seconds, fresh, threads, where,
             progress: as of `plan_for`.
+        known: as of `with_overheads`.
 
     Raises:
         PlanError: there is none.
@@ -407,21 +414,42 @@ def profiles_for(
         costs = [replace_fields(own, travelling=travelling, tied=tied) for own in costs]
     measured_with = where or ThreadProbe()
     pairs = zip(costs, possible, strict=True)
-    return [with_overheads(own, devices, measured_with) for own, devices in pairs]
+    return [with_overheads(own, devices, measured_with, known) for own, devices in pairs]
 
 
-def with_overheads(profile: Profile, devices: Sequence[torch.device], where: LinkProbe) -> Profile:
+def with_overheads(
+    profile: Profile,
+    devices: Sequence[torch.device],
+    where: LinkProbe,
+    known: Profile | None = None,
+) -> Profile:
     """The profile of calls, with what links, actions and passes take besides.
 
     Args:
         profile, devices, where: as of `with_links`.
+        known: a profile of the same kind of workers. If it has all links, they are taken from it.
 
     Raises:
         WorkerTimeout: a worker does not answer.
     """
-    measured = with_links(profile, devices, where)
+    if known is not None and has_links(known, devices):
+        measured = replace_fields(
+            profile,
+            links=known.links,
+            overhead_seconds=known.overhead_seconds,
+            adding_seconds=known.adding_seconds,
+            overlap=known.overlap,
+        )
+    else:
+        measured = with_links(profile, devices, where)
     overhead = flow_overhead if profile.inference else pass_overhead
     return replace_fields(measured, pass_seconds=overhead(len(devices)))
+
+
+def has_links(profile: Profile, devices: Sequence[torch.device]) -> bool:
+    """Whether a profile has the links between all neighbours of these devices."""
+    pairs = [f"{one}>{other}" for one, other in pairwise(devices)]
+    return all(pair in profile.links for pair in pairs)
 
 
 def check_possible(

@@ -175,6 +175,10 @@ class Backend(ABC):
                 "start the script with torchrun, or use replicas=1"
             )
 
+    def welcome(self, survivors: Survivors) -> None:
+        """Have workers that others have left among these, before they start."""
+        survivors.close()
+
     def wait(self, progress: Progress | None) -> None:
         """Until the workers have started; `progress` as in `Pipeline`."""
         return
@@ -474,6 +478,11 @@ class Workers(ABC):
     def are_leaving(self) -> bool:
         """Whether some were asked to end, and others are to take over between two passes."""
         return False
+
+    @property
+    def staying(self) -> int:
+        """How many can go on among others, if these take their place; see `survivors`."""
+        return 0
 
     def survivors(self) -> Survivors:
         """Those of them that can go on among others, as some have died or leave; these end.

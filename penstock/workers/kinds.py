@@ -90,12 +90,15 @@ class WorkerOptions:
         """Whether others go on if a worker ends."""
         return self.on_failure != "raise"
 
-    def backend(self, allocator_kept: bool, survivors: Survivors | None = None) -> Backend:
+    def backend(
+        self, allocator_kept: bool, survivors: Survivors | None = None, staying: int = 0
+    ) -> Backend:
         """Workers of this kind, without a plan.
 
         Args:
             allocator_kept: whether worker processes keep freed memory.
             survivors: processes or actors that are to be among them.
+            staying: how many processes will be among them later, by `Backend.welcome`.
 
         Raises:
             InputError: the devices do not fit; or the kind is `"auto"`, and this process is one of
@@ -123,6 +126,7 @@ class WorkerOptions:
                 survives=self.survives,
                 spares=int(self.on_failure == "replace"),
                 survivors=survivors if isinstance(survivors, ProcessSurvivors) else None,
+                staying=staying,
             )
         self._check_raises("threads, which end with this process")
         return ThreadBackend(self.devices, self.least, self.threads)

@@ -28,6 +28,7 @@ from penstock.planning import planner
 from penstock.planning.pass_overhead import pass_overhead
 from penstock.training.scaling import PipelineScaler
 from penstock.workers.backend import Role
+from penstock.workers.kinds import OnFailure
 from penstock.workers.processes.backend import ProcessBackend
 from penstock.workers.threads.backend import ThreadBackend
 
@@ -245,13 +246,50 @@ def test_members_say_who_is_there(workers: ps.Kind) -> None:
     assert not run.pipe.resize(["cpu"] * 3)
     assert run.pipe.members is second
     if workers == "processes":
-        assert not {m.pid for m in first} & {m.pid for m in second}
-        assert not any(os.path.exists(f"/proc/{m.pid}") for m in first)
+        assert [m.pid for m in second][:2] == [m.pid for m in first]  # they go on
     else:
         assert {m.pid for m in second} == {os.getpid()}
     run.pipe.close()
     if workers == "processes":
         assert not any(os.path.exists(f"/proc/{m.pid}") for m in second)
+
+
+@pytest.mark.parametrize("way", ["raise", "replace", "continue"])
+def test_processes_go_on_and_only_those_that_are_missing_start(way: OnFailure) -> None:
+    run = Run(replicas=1, workers="processes", devices=["cpu"] * 3, on_failure=way)
+    present = [m.pid for m in run.pipe.members]
+    run.steps(1)
+    assert run.pipe.resize(["cpu"])
+    assert [m.pid for m in run.pipe.members] == present[:1]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in present[2:])
+    run.steps(1)
+    spares = [p.popen.pid for p in run.pipe._workers._pool._spares]  # type: ignore[attr-defined]
+    assert len(spares) == (way == "replace")
+    assert run.pipe.resize(["cpu"] * 2)
+    assert [m.pid for m in run.pipe.members][: 1 + len(spares)] == [present[0], *spares]
+    run.steps(1)
+    every = [p.popen.pid for p in run.pipe._workers._pool._spares]  # type: ignore[attr-defined]
+    every += [m.pid for m in run.pipe.members]
+    threads = run.pipe.threads_per_worker
+    assert different(run.end(), run_with_threads(lambda: plain(3), threads, 60)) == []
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in every)
+
+
+def test_links_are_measured_again_only_by_replan(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    real = planner.with_links
+
+    def noted(*given: Any) -> Any:
+        measured.append(given[1])
+        return real(*given)
+
+    monkeypatch.setattr(planner, "with_links", noted)
+    run = Run(replicas=1, workers="processes")
+    run.pipe.resize(["cpu"] * 3)
+    assert len(measured) == 1
+    run.pipe.replan()
+    assert len(measured) == 2
+    run.pipe.close()
 
 
 REFUSED: list[tuple[dict[str, Any], Any, type[Exception], str]] = [

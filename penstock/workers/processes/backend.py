@@ -16,7 +16,7 @@ from penstock.devices.streams import with_streams
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
 from penstock.plan import Plan
-from penstock.workers.backend import DrivenBackend, Workers, timeout_of
+from penstock.workers.backend import DrivenBackend, Survivors, Workers, timeout_of
 from penstock.workers.common_jobs import Modes
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
@@ -40,6 +40,8 @@ class ProcessBackend(DrivenBackend):
         spares: how many more processes wait to take the place of one that ends.
         survivors: processes that others have left; new ones are started as far as they do not
             suffice.
+        staying: how many processes will be among them, by `welcome`. So many fewer are started, and
+            links cannot be measured.
 
     Raises:
         DeviceError: a device does not exist.
@@ -59,6 +61,7 @@ class ProcessBackend(DrivenBackend):
         survives: bool = False,
         spares: int = 0,
         survivors: ProcessSurvivors | None = None,
+        staying: int = 0,
     ) -> None:
         super().__init__(devices, least, threads)
         others = [str(device) for device in self.devices if device.type != "cpu"]
@@ -71,14 +74,26 @@ class ProcessBackend(DrivenBackend):
         self._allocator_kept = allocator_kept
         self._survives, self._spares = survives, spares
         self._memories = survivors.memories if survivors is not None else {}
+        self._staying = ProcessSurvivors()
         most = len(self.devices)  # if they are left to the plan, links are measured between two
-        self._pool = self._pool_of(most if self._are_given else min(2, most), survivors)
+        count = most if self._are_given else min(2, most)
+        if staying:
+            self._pool = self._pool_of(max(0, count - staying), None, spares=0)
+        else:
+            self._pool = self._pool_of(count, survivors, spares)
         self.probe = ProcessProbe(self._pool)
 
-    def _pool_of(self, count: int, survivors: ProcessSurvivors | None = None) -> ProcessPool:
+    def _pool_of(self, count: int, survivors: ProcessSurvivors | None, spares: int) -> ProcessPool:
         is_on_cpus = all(device.type == "cpu" for device in self.devices)
         leave = {} if is_on_cpus else {"leave": _LEAVE_DEVICES}
-        return ProcessPool(count, lambda: None, survivors, self._survives, self._spares, **leave)
+        return ProcessPool(count, lambda: None, survivors, self._survives, spares, **leave)
+
+    def welcome(self, survivors: Survivors) -> None:
+        """Have these processes among the workers; those that were started here come after them."""
+        if isinstance(survivors, ProcessSurvivors):
+            self._staying, self._memories = survivors, survivors.memories
+        else:
+            survivors.close()
 
     def _have(self, devices: Sequence[torch.device], threads: int = 0) -> None:
         others = [d for d in devices if d.type != "cpu" and not kind_of(d).can_share]
@@ -118,8 +133,10 @@ class ProcessBackend(DrivenBackend):
         among them, as far as they are needed.
         """
         check_separate(model)
-        if len(self._pool) != len(plan.devices):
-            self._pool = self._pool_of(len(plan.devices), self._pool.survivors())
+        if len(self._pool) != len(plan.devices) or self._staying:
+            staying, self._staying = self._staying, ProcessSurvivors()
+            every = staying.joined_by(self._pool.survivors())
+            self._pool = self._pool_of(len(plan.devices), every, self._spares)
         self._enter()
         devices = self.in_order(plan)
         kinds = [kind_of(device) for device in with_streams(devices)]
@@ -138,6 +155,7 @@ class ProcessBackend(DrivenBackend):
     def close(self) -> None:
         """End the worker processes."""
         self._pool.close()
+        self._staying.close()
 
 
 @dataclass(frozen=True)

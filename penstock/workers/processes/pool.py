@@ -163,6 +163,15 @@ class ProcessSurvivors:
     def __len__(self) -> int:
         return len(self.processes)
 
+    def joined_by(self, others: ProcessSurvivors) -> ProcessSurvivors:
+        """These, and then others that have nothing of a model yet."""
+        return ProcessSurvivors(
+            [*self.processes, *others.processes],
+            max(self.dispatches, others.dispatches),
+            max(self.grants, others.grants),
+            self.memories,
+        )
+
     def close(self) -> None:
         """End those that nobody has taken over."""
         left, self.processes = self.processes, []

@@ -409,6 +409,11 @@ class ProcessWorkers(DrivenWorkers):
         remotes = enumerate(self._remotes)
         return [Finder(own.modules, self._shared.tensors(place)) for place, own in remotes]
 
+    @property
+    def staying(self) -> int:
+        """All of them, and those that wait, on CPUs; memory of other devices is their own."""
+        return 0 if self._with_streams else len(self.members) + self._pool.spares
+
     def survivors(self) -> ProcessSurvivors:
         """The processes that can go on in another pool."""
         survivors = self._pool.survivors()
