@@ -1154,7 +1154,7 @@ class Pipeline:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state dict of the model, as `nn.Module.load_state_dict` does."""
-        self._auditor.expect_news()
+        self._auditor.expect_changes()
         return self.model.load_state_dict(state_dict, strict)
 
     def train(self, mode: bool = True) -> Self:

@@ -213,7 +213,7 @@ class Recovery(Protocol):
             WorkerDied: nobody takes over.
         """
 
-    def relieve(self) -> None:
+    def hand_over(self) -> None:
         """Some were asked to leave; no pass is under way.
 
         Raises:
@@ -376,13 +376,13 @@ class Runner:
             if (clearer := lone_row(error, batch.rows)) is not None:
                 raise clearer from error
             raise
-        news = {w: part for w, part in zip(taken, batch.parts, strict=True) if w >= known}
+        new = {w: part for w, part in zip(taken, batch.parts, strict=True) if w >= known}
         sizes: list[Sizes] = [
             {**sizes, **ways.numbers(way, part)}
             for sizes, way, part in zip(batch.sizes, taken, batch.parts, strict=True)
         ]
         step = self.counts.next(trains)
-        found = replace(batch, ways=taken, sizes=sizes, news=news, seed=self.seed)
+        found = replace(batch, ways=taken, sizes=sizes, new_ways=new, seed=self.seed)
         number = self._passes
         recorded, tokens = self.steps.is_recorded, tokens_of(batch.parts)
         return replace(found, step=step, number=number, tokens=tokens, recorded=recorded)
@@ -437,8 +437,8 @@ class Runner:
         """
         ways = self._ways_now(training)
         with self._program.recordings.looking(self.workers.modules_idle):
-            for way in sorted(batch.news):  # recorded here as well, under the same number
-                ways.follow(way, batch.news[way], apart.get(way, NOTHING))
+            for way in sorted(batch.new_ways):  # recorded here as well, under the same number
+                ways.follow(way, batch.new_ways[way], apart.get(way, NOTHING))
         with self._program.recordings.looking(self.workers.modules_idle):
             for way, sizes in zip(batch.ways, batch.sizes, strict=True):
                 ways.check(way, sizes)
@@ -588,7 +588,7 @@ class Runner:
             self.counts.count(order.microbatches[0].key.step)
         try:
             if self.workers.are_leaving and not self._under_way:
-                self.surviving(self._relieve)
+                self.surviving(self._hand_over)
             started = Started(order, self.steps.begin())
         except BaseException:
             self._user.leave()
@@ -755,12 +755,12 @@ class Runner:
                 with self._changing_workers():
                     recovery.recover(death, deaths)
 
-    def _relieve(self) -> None:
+    def _hand_over(self) -> None:
         """Let others take over for workers that were asked to leave, if that is still so."""
         recovery = self._who_recovers()
         if recovery is not None and self.workers.are_leaving:
             with self._changing_workers():
-                recovery.relieve()
+                recovery.hand_over()
 
     @contextmanager
     def _changing_workers(self) -> Iterator[None]:

@@ -290,7 +290,7 @@ class Running:
         self._fallbacks = fallbacks
         self.given = replace(self.given, workers=chosen)
         self.runner.steps.kept.happened(
-            f"{self.members.news(before)}; the change took "
+            f"{self.members.difference_from(before)}; the change took "
             f"{show_seconds(time.monotonic() - began)}; another plan: {plan.summary}, instead of: "
             f"{old.summary}"
         )
@@ -416,7 +416,7 @@ class Running:
         if self.given.workers.survives:
             self.runner.between_passes(lambda: self.workers.fetch_states(()))
 
-    def relieve(self) -> None:
+    def hand_over(self) -> None:
         """Let others take over for workers that leave, between two passes.
 
         Raises:
@@ -465,7 +465,7 @@ class Running:
             took = show_seconds(time.monotonic() - began)
             another = f"; another plan: {plan.summary}" if plan is not old else ""
             self.runner.steps.kept.happened(
-                f"{what}; {self.members.news(before)}; others have taken over within "
+                f"{what}; {self.members.difference_from(before)}; others have taken over within "
                 f"{took}{another}"
             )
 

@@ -96,7 +96,7 @@ class Steps:
         self._forwards: dict[int, int] = {}  # how long calls took whose backward may come
         self._dropped: deque[int] = deque()  # numbers of batches whose backward will not come
         self._ended = 0  # when the step before ended
-        self._news: list[dict[str, Any]] = []
+        self._records: list[dict[str, Any]] = []
         self._thread = 0  # that runs passes
         self._doing: dict[int, Doing] = {}  # what every thread does
         self._ran: list[_Ran] = []  # since the step before
@@ -372,7 +372,7 @@ class Steps:
     def _note(self, now: int, duration: int, rows: int, tokens: int) -> None:
         """Keep what the hooks are called with."""
         since = now - self._ended if self._ended else duration
-        news = {
+        record = {
             "step": self._board.counted().steps,
             "step_seconds": duration / 1e9,
             "predicted_seconds": self._plan.predicted_step_seconds,
@@ -380,8 +380,8 @@ class Steps:
             "samples_per_second": 1e9 * rows / since,
         }
         if tokens:
-            news |= {"tokens": tokens, "tokens_per_second": 1e9 * tokens / since}
-        self._news.append(news)
+            record |= {"tokens": tokens, "tokens_per_second": 1e9 * tokens / since}
+        self._records.append(record)
 
     def call_hooks(self, loss: torch.Tensor | None = None) -> None:
         """Call the hooks, all of them, for every step for which they have not been called.
@@ -392,15 +392,15 @@ class Steps:
         Raises:
             Exception: what the first hook has raised that failed.
         """
-        every, self._news = self._news, []
+        every, self._records = self._records, []
         if every and loss is not None and self._hooks:
             every[-1]["loss"] = float(loss)
         failed: list[Exception] = []
         with torch.enable_grad():  # backwards run without, and a hook is the script's own code
-            for news in every:
+            for record in every:
                 for function in list(self._hooks.values()):
                     try:
-                        function(dict(news))
+                        function(dict(record))
                     except Exception as error:  # the others are called nevertheless
                         failed.append(error)
         for other in failed[1:]:

@@ -152,9 +152,9 @@ class Auditor:
         yield
         self._pace.work(time.perf_counter() - begun)
 
-    def expect_news(self) -> None:
+    def expect_changes(self) -> None:
         """Audit the next pass as soon as the pace allows, as after a state was loaded."""
-        self._pace.expect_news()
+        self._pace.expect_changes()
 
     def _audit(self, order: Order, batch: Batch) -> None:
         """Audit one micro-batch, another one each time.

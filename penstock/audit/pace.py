@@ -45,7 +45,7 @@ class Pace:
         self._passes = 0
         self._latest = self._spent = self._later = self._worked = 0.0
         self._situation: Hashable = None
-        self._news = False
+        self._is_other = False
 
     def is_due(self, situation: Hashable) -> bool:
         """Whether the pass that is about to run is to be audited.
@@ -58,19 +58,19 @@ class Pace:
             return (self._passes - 1) % self._setting == 0
         if self._setting is None:
             return False
-        self._news |= situation != self._situation
+        self._is_other |= situation != self._situation
         self._situation = situation
         return self._is_worth_it()
 
     def _is_worth_it(self) -> bool:
         if self._passes <= _FIRST:
             return self._spent < _FIRST_SECONDS or is_power_of_two(self._passes)
-        ahead = 0.0 if self._news else self._latest
+        ahead = 0.0 if self._is_other else self._latest
         return self._later + ahead <= _SHARE * self._worked
 
     def spend(self, seconds: float) -> None:
         """Count the seconds that an audit has taken."""
-        self._news = False
+        self._is_other = False
         self._latest = seconds
         self._spent += seconds
         if self._passes > _FIRST:
@@ -81,6 +81,6 @@ class Pace:
         if self._passes >= _FIRST:
             self._worked += seconds
 
-    def expect_news(self) -> None:
+    def expect_changes(self) -> None:
         """Audit the next pass as soon as earlier audits are paid for."""
-        self._news = True
+        self._is_other = True

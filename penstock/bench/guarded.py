@@ -52,7 +52,7 @@ def trusting() -> Iterator[None]:
         stack.enter_context(unguarded())
         stack.enter_context(patch.object(Opened, "check", lambda _: None))
         stack.enter_context(patch.object(Unchanged, "check", lambda _: None))
-        stack.enter_context(patch.object(Following, "news", lambda _: {}))
+        stack.enter_context(patch.object(Following, "changes", lambda _: {}))
         stack.enter_context(patch.object(Auditor, "around", lambda *_: nullcontext()))
         yield
 

@@ -51,7 +51,7 @@ class _Connection:
         self.said = b""
         self.response: memoryview | None = None
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Read what is there.
 
         Raises:
@@ -171,7 +171,7 @@ class Server:
             self._send(fd)
             return None
         try:
-            one.hear()
+            one.receive()
             return self._parse(one.said)
         except BlockingIOError:
             return None

@@ -32,7 +32,7 @@ class Batch:
         parts: for each the leaves of its inputs; none where the first stage is elsewhere.
         sizes: how large each is.
         ways: the number of the way that each takes through the model, once it is known.
-        news: the leaves of inputs that are the first to take a way, by its number.
+        new_ways: the leaves of inputs that are the first to take a way, by its number.
         seed: of random numbers.
         step: on which random numbers depend, too; see `penstock.runner.Counts`.
         number: of the pass; no other has it.
@@ -44,7 +44,7 @@ class Batch:
     parts: Sequence[Inputs]
     sizes: list[Sizes]
     ways: Sequence[int] = ()
-    news: Mapping[int, Inputs] = field(default_factory=dict)
+    new_ways: Mapping[int, Inputs] = field(default_factory=dict)
     seed: int = field(default_factory=user_seed)
     step: int = -1
     number: int = -1

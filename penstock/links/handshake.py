@@ -176,7 +176,7 @@ class _Stranger:
         sock.setblocking(False)
         sock.send(_MAGIC + self._nonce)  # so few bytes that a new socket has room for them
 
-    def hear(self) -> tuple[int, int] | None:
+    def receive(self) -> tuple[int, int] | None:
         """Read on.
 
         Returns:
@@ -267,7 +267,7 @@ class _Door:
 
     def _heard(self, fd: int) -> tuple[int, int] | None:
         try:
-            return self._strangers[fd].hear()
+            return self._strangers[fd].receive()
         except BlockingIOError:
             return None
         except OSError:

@@ -41,7 +41,7 @@ class Signal(msgspec.Struct, array_like=True, tag=True, frozen=True):
         size: bytes of them.
         next_size: of those after them; 0 if that is not known.
         layout: the number of the layout.
-        news: the layout itself, pickled, if the receiver does not know it yet.
+        new_layout: the layout itself, pickled, if the receiver does not know it yet.
         plain: those that are no tensors, pickled, if there are any.
     """
 
@@ -49,7 +49,7 @@ class Signal(msgspec.Struct, array_like=True, tag=True, frozen=True):
     size: int
     next_size: int
     layout: int
-    news: bytes
+    new_layout: bytes
     plain: bytes
 
 
@@ -134,19 +134,19 @@ class GroupEnd:
             TimeoutError: it does not read.
         """
         while self._wire.ready():  # whatever it has sent meanwhile
-            self._hear()
+            self._read_message()
         layout, size = laid_out(values)
         # What may fail comes first: the receiver waits for all that is announced to it.
         found = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
         plain = cloudpickle.dumps(found) if found else b""
         whole = max(size, self._awaited)
         buffer = self._packed(layout, values, whole) if whole else None
-        number, news = self._numbers.get(layout), b""
+        number, new_layout = self._numbers.get(layout), b""
         if number is None:
             number = self._numbers[layout] = len(self._numbers)
-            news = pickle.dumps(layout)
+            new_layout = pickle.dumps(layout)
         awaited, self._awaited = self._awaited, self._next_size(size)
-        signal = Signal(self._owner.dispatch, size, self._awaited, number, news, plain)
+        signal = Signal(self._owner.dispatch, size, self._awaited, number, new_layout, plain)
         self._wire.send(_encode(signal), -1, self._left())
         if buffer is not None:
             parts = [buffer[:awaited], buffer[awaited:]] if awaited else [buffer]
@@ -186,7 +186,7 @@ class GroupEnd:
         while True:
             while not self._signals:
                 self._wait()
-                self._hear()
+                self._read_message()
             values = self._next()
             if values is not None:
                 return values
@@ -199,7 +199,7 @@ class GroupEnd:
         """
         while True:
             while self._wire.ready():
-                self._hear()
+                self._read_message()
             if not self._signals:
                 return None
             values = self._next()
@@ -212,7 +212,7 @@ class GroupEnd:
         values = self._received(signal)
         return values if signal.dispatch >= self._owner.dispatch else None
 
-    def _hear(self) -> None:
+    def _read_message(self) -> None:
         message = _decode(self._wire.receive().data)
         if isinstance(message, Signal):
             self._signals.append(message)
@@ -222,8 +222,8 @@ class GroupEnd:
 
     def _received(self, signal: Signal) -> Values:
         """The values of which a signal speaks."""
-        if signal.news:
-            self._layouts[signal.layout] = pickle.loads(signal.news)
+        if signal.new_layout:
+            self._layouts[signal.layout] = pickle.loads(signal.new_layout)
         base = self._content(signal.size)
         if signal.next_size:
             self._posted = self._post(self._buffer(signal.next_size))

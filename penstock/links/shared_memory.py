@@ -42,14 +42,14 @@ class Lent(msgspec.Struct, array_like=True, frozen=True):
         slot: the number of the segment that they are in, or -1 if they take no memory.
         size: bytes of that segment, if its file descriptor comes along; else 0.
         layout: the number of the layout.
-        news: the layout itself, pickled, if the other process does not know it yet.
+        new_layout: the layout itself, pickled, if the other process does not know it yet.
         plain: those that are no tensors, pickled, if there are any.
     """
 
     slot: int
     size: int
     layout: int
-    news: bytes
+    new_layout: bytes
     plain: bytes
 
 
@@ -122,9 +122,11 @@ class Lender:
                         if target is not None:
                             target.fill(value)
                 size = 0 if slot in self._sent else segment.size
-            news = b"" if known.number in self._announced else pickle.dumps(known.layout)
+            new_layout = b"" if known.number in self._announced else pickle.dumps(known.layout)
             plain = [v for p, v in zip(known.layout, values, strict=True) if p is PLAIN]
-            lent = Lent(slot, size, known.number, news, cloudpickle.dumps(plain) if plain else b"")
+            lent = Lent(
+                slot, size, known.number, new_layout, cloudpickle.dumps(plain) if plain else b""
+            )
         except BaseException:
             if segment is not None:
                 segment.free()
@@ -229,8 +231,8 @@ class Borrower:
             lent: where they are.
             fd: the file descriptor that came along, or -1.
         """
-        if lent.news:
-            self._layouts[lent.layout] = pickle.loads(lent.news)
+        if lent.new_layout:
+            self._layouts[lent.layout] = pickle.loads(lent.new_layout)
         if fd >= 0:
             self._slots[lent.slot] = Segment(lent.size, fd)
         layout = self._layouts[lent.layout]

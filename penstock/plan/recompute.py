@@ -146,8 +146,8 @@ class _Front(NamedTuple):
         )
         both = both.only(np.lexsort((both.seconds, -both.saving)))
         cheapest = np.minimum.accumulate(both.seconds)
-        news = both.seconds[1:] < cheapest[:-1]
-        return both.only(np.flatnonzero(np.concatenate([[True], news])))
+        is_faster = both.seconds[1:] < cheapest[:-1]
+        return both.only(np.flatnonzero(np.concatenate([[True], is_faster])))
 
     def only(self, which: NDArray[np.intp]) -> _Front:
         return _Front(

@@ -237,7 +237,7 @@ def lightest_route(problem: Problem, limit: float) -> Route:
         allowance = -allowance
         if node == 0:
             return _route(problem, chain)
-        # Labels of one state come in the order of their ties, so only more allowance is news.
+        # Labels of one state come in the order of their ties, so only more allowance is new.
         if allowance <= allowed[node, last]:
             continue
         allowed[node, last] = allowance
@@ -246,8 +246,8 @@ def lightest_route(problem: Problem, limit: float) -> Route:
             source = step.source
             starts = reached[source][: np.searchsorted(reached[source], last)]
             rest = _rest(problem, step, starts, last, limit, allowance)
-            news = (elapsed[source, starts] <= rest) & (rest > allowed[source, starts])
-            for first, more in zip(starts[news].tolist(), rest[news].tolist(), strict=True):
+            is_new = (elapsed[source, starts] <= rest) & (rest > allowed[source, starts])
+            for first, more in zip(starts[is_new].tolist(), rest[is_new].tolist(), strict=True):
                 bound = ties + float(least[source, first])
                 link = _Chain(first, last, step, chain)
                 heapq.heappush(heap, (bound, source, -more, first, ties, link))

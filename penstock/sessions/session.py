@@ -362,7 +362,7 @@ class Sessions:
             apart_of = partial(self._apart, leaves, session.states)
             route = partial(self._runner.route, batch, training, False, apart_of)
             routed = self._runner.surviving(route)
-            self.together.note(routed.news, training)
+            self.together.note(routed.new_ways, training)
             way = self._runner.ways(training)[routed.ways[0]]
             moving = self._elsewhere(way, leaves, session.replica)
             if not moving or here.issuperset(moving):

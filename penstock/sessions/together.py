@@ -124,7 +124,10 @@ class Together:
         self._what = ""  # the call that this process leads
         self._failure: Exception | None = None  # after which nothing is broadcast in this call
         self._to_all = True
-        self._news: dict[bool, dict[int, Inputs]] = {True: {}, False: {}}  # for the others, by mode
+        self._new_ways: dict[bool, dict[int, Inputs]] = {
+            True: {},
+            False: {},
+        }  # for the others, by mode
 
     @property
     def is_alone(self) -> bool:
@@ -257,15 +260,15 @@ class Together:
             self._failure = error
             self._runner.give_up(error)
 
-    def note(self, news: Mapping[int, Inputs], training: bool) -> None:
+    def note(self, new_ways: Mapping[int, Inputs], training: bool) -> None:
         """There are ways that the others do not know; they hear of them with the next pass.
 
         Args:
-            news: the inputs that are the first to take a way, by its number.
+            new_ways: the inputs that are the first to take a way, by its number.
             training: the mode of the model.
         """
-        if self._what and news:
-            self._news[training].update(news)
+        if self._what and new_ways:
+            self._new_ways[training].update(new_ways)
 
     def broadcast_start(self, order: Order, batch: Batch, states: States) -> Order:
         """Let the others know of a pass before it is started.
@@ -281,12 +284,12 @@ class Together:
         if not self._what:
             return order
         training = self._program.model.training
-        news = self._news[training]
-        parts = {k: Inputs(part.with_values(part), part.signature) for k, part in news.items()}
-        news.clear()
+        new_ways = self._new_ways[training]
+        parts = {k: Inputs(part.with_values(part), part.signature) for k, part in new_ways.items()}
+        new_ways.clear()
         replica, ways = order.replica or 0, self._runner.ways(training)
         start = Start(
-            replace(batch, parts=[], news=parts),
+            replace(batch, parts=[], new_ways=parts),
             training,
             {number: ways[number].apart for number in parts},
             states,
@@ -321,9 +324,9 @@ class Together:
             step: Step | None = None
             try:
                 with workers.operation(name):
-                    heard: Step = workers.broadcast(None, "inputs")
-                    step = heard
-                    order = self._do(heard, found)
+                    received: Step = workers.broadcast(None, "inputs")
+                    step = received
+                    order = self._do(received, found)
                 if isinstance(step, Start) and order is not None:
                     found.passes[step.batch.number] = step, self._started(order)
                 failure = None

@@ -236,13 +236,13 @@ def bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
         mine.copy_(theirs)
 
 
-def packed_news(news: AttributeChanges, modules: Sequence[nn.Module]) -> Packed | None:
+def packed_changes(changes: AttributeChanges, modules: Sequence[nn.Module]) -> Packed | None:
     """The attributes of a worker's modules that have changed, if some have."""
-    if not news:
+    if not changes:
         return None
     kinds = [type(module).__name__ for module in modules]
-    names = [f"{kinds[k]}.{name}" for k, names in news.items() for name in names]
-    return pack_named(f"what was changed ({', '.join(names)})", news)
+    names = [f"{kinds[k]}.{name}" for k, names in changes.items() for name in names]
+    return pack_named(f"what was changed ({', '.join(names)})", changes)
 
 
 def packed_loss(loss: Loss, backward: bool) -> Packed:

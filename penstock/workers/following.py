@@ -155,22 +155,22 @@ class Following:
             *chain.from_iterable(map(dict.values, tables)),
         ]
 
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether something may have to be sent to the process before the next pass."""
         now = self._now()
         same = len(now) == len(self._expected) and all(map(is_, now, self._expected))
         versions = list(map(_VERSION, self._tensors))
         return not same or bool(self._again) or self._versions != versions
 
-    def news(self) -> AttributeChanges:
+    def changes(self) -> AttributeChanges:
         """What has to be sent to the process before the next pass.
 
         Raises:
             InputError: it cannot be sent: an attribute has other parameters in it than before.
         """
-        if not self.has_news():
+        if not self.has_changes():
             return {}
-        news = {number: dict(names) for number, names in self._again.items()}
+        changes = {number: dict(names) for number, names in self._again.items()}
         every = list(map(self._own, self._vars))
         for number, (own, known, found) in enumerate(
             zip(self._vars, self._known, every, strict=True)
@@ -178,11 +178,11 @@ class Following:
             names = (name for name in {**known, **found} if known.get(name) != found.get(name))
             for name in names:
                 self._check(name, own.get(name))
-                news.setdefault(number, {})[name] = own.get(name, MISSING)
+                changes.setdefault(number, {})[name] = own.get(name, MISSING)
         self._known, self._again = every, {}  # only now, as it cannot fail any more
         self._gather()
-        self._unsure = _merged(self._unsure, news)
-        return news
+        self._unsure = _merged(self._unsure, changes)
+        return changes
 
     def _check(self, name: str, value: Any) -> None:
         leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
@@ -215,7 +215,7 @@ class Following:
         """What was sent has arrived."""
         self._unsure = {}
 
-    def doubt(self) -> None:
+    def resend(self) -> None:
         """What was sent may be lost."""
         self._again, self._unsure = _merged(self._again, self._unsure), {}
 
@@ -225,9 +225,9 @@ def _merged(older: _News, newer: _News) -> _News:
     return {n: {**older.get(n, {}), **newer.get(n, {})} for n in {**older, **newer}}
 
 
-def follow(modules: list[nn.Module], news: AttributeChanges) -> None:
+def follow(modules: list[nn.Module], changes: AttributeChanges) -> None:
     """Let the copies of modules have these attributes."""
-    for number, attributes in news.items():
+    for number, attributes in changes.items():
         own = attributes_of(modules[number])
         for name, value in attributes.items():
             if value is MISSING:

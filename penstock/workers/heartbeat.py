@@ -129,13 +129,13 @@ class Beat:
         return self._beats.silent_for(self._rank) >= _SILENT
 
 
-def _beat(wires: dict[int, Wire], heard: dict[int, float], over: threading.Event) -> None:
+def _beat(wires: dict[int, Wire], last_beats: dict[int, float], over: threading.Event) -> None:
     """Send and receive heartbeats until `over`; runs in a thread of its own."""
     before = time.monotonic()
     while not over.wait(_EVERY):
         now = time.monotonic()
         if now - before > 3 * _EVERY:  # this one did not run itself, and may not have heard
-            heard.update(dict.fromkeys(wires, now))
+            last_beats.update(dict.fromkeys(wires, now))
         before = now
         for rank, wire in list(wires.items()):
             try:
@@ -143,9 +143,9 @@ def _beat(wires: dict[int, Wire], heard: dict[int, float], over: threading.Event
                     wire.send(b"", -1, _EVERY)
                 while wire.ready():
                     wire.receive(_EVERY)
-                    heard[rank] = now
+                    last_beats[rank] = now
             except (Aborted, TimeoutError):  # who has ended is noticed elsewhere
                 del wires[rank]
-                heard[rank] = float("inf")
+                last_beats[rank] = float("inf")
     for wire in wires.values():
         wire.close()

@@ -90,7 +90,7 @@ class Membership:
         """
         return Membership(self.number + 1, step, tuple(replace(m, since=step) for m in members))
 
-    def news(self, before: Membership) -> str:
+    def difference_from(self, before: Membership) -> str:
         """What is different from an earlier one, in words: who has joined, and who has left."""
         now, then = (Counter(str(m.device) for m in own) for own in (self, before))
         said = [

@@ -33,13 +33,13 @@ class Ringing(Dispatch):
     def __init__(self, number: int, count: int) -> None:
         super().__init__(number)
         self._count = count
-        self.bell: SimpleQueue[None] = SimpleQueue()
+        self.wakeup: SimpleQueue[None] = SimpleQueue()
 
     def report(self, worker: int, result: JobResult) -> None:
         """Called by the worker; what it says first counts."""
         self.results.setdefault(worker, result)
         if result.error is not None or len(self.results) == self._count:
-            self.bell.put(None)
+            self.wakeup.put(None)
 
 
 _Order = tuple[Job, Ringing]
@@ -114,7 +114,7 @@ class ThreadPool(Pool):
 
     def _await_report(self, current: Dispatch, seconds: float | None) -> None:
         try:
-            current.bell.get(timeout=seconds)  # type: ignore[attr-defined]
+            current.wakeup.get(timeout=seconds)  # type: ignore[attr-defined]
         except Empty:
             raise Late from None
 

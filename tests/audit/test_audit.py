@@ -523,7 +523,7 @@ def test_news_are_audited_at_once_if_others_are_paid() -> None:
     assert passes(pace, 10, 1.0, 1.0) == []
     assert passes(pace, 10, 1.0, 1.0, situation=1) == [1]
     assert passes(pace, 10, 1.0, 1.0, situation=0) == []
-    pace.expect_news()
+    pace.expect_changes()
     assert passes(pace, 300, 1.0, 1.0, situation=0)[0] > 100
 
 

@@ -87,13 +87,13 @@ class Common:
     """What a worker has in common with those at its place in other replicas.
 
     Attributes:
-        bell: the grant of its own.
-        bells: the grants of theirs.
+        wakeup: the grant of its own.
+        wakeups: the grants of theirs.
         turns: the grant and the size of memory for turns.
     """
 
-    bell: int
-    bells: Sequence[int]
+    wakeup: int
+    wakeups: Sequence[int]
     turns: tuple[int, int]
 
 
@@ -132,7 +132,7 @@ class Build:
         count = self.plan.workers_per_replica
         if self.common:
             replica, of = self.member.replica, self.plan.replicas
-            turnstile = own.have_turns(replica, of, self.common.bell, self.common.bells)
+            turnstile = own.have_turns(replica, of, self.common.wakeup, self.common.wakeups)
             turnstile.extend(own.segment(*self.common.turns).integers())
             in_order = self._in_order(own, turnstile)
             own.replica = Replica(replica, self.plan.weights, replica * count, in_order)

@@ -104,7 +104,7 @@ class RemoteParts:
         try:
             steps = [job(place) for place in range(1 + max(places))]
         except BaseException:
-            shared.doubt()  # what was to be sent to them is lost
+            shared.resend()  # what was to be sent to them is lost
             raise
         try:
             return self._access.run([steps[place] for place in places], True)

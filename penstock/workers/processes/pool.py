@@ -355,9 +355,9 @@ class ProcessPool(Pool):
             raise Late
         for worker in sorted({numbers[fd] for fd, _ in ready}):
             with interrupts_wait():
-                self._hear(worker, current)
+                self._read_report(worker, current)
 
-    def _hear(self, worker: int, current: Dispatch) -> None:
+    def _read_report(self, worker: int, current: Dispatch) -> None:
         """Read one report, or notice that there will be none."""
         process, dispatches = self._processes[worker], (*self._open, current)
         process.lost = True

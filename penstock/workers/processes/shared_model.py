@@ -91,9 +91,9 @@ class Gradients:
 
     Attributes:
         slot: the number of the segment for them.
-        news: that segment's grant and size, and the places in it, if it is new. At the last one is
-            a byte for each parameter: whether it has a gradient there. Gradients on a device other
-            than the CPU are not in it, and follow.
+        new_slot: that segment's grant and size, and the places in it, if it is new. At the last one
+            is a byte for each parameter: whether it has a gradient there. Gradients on a device
+            other than the CPU are not in it, and follow.
         present: the numbers of the parameters that have a gradient now.
         requires_grad: for every parameter, if that has changed.
         written: the numbers of tensors that the driver has changed in place since it last said so.
@@ -101,7 +101,7 @@ class Gradients:
     """
 
     slot: int = -1
-    news: NewSlot | None = None
+    new_slot: NewSlot | None = None
     present: tuple[int, ...] = ()
     requires_grad: tuple[bool, ...] | None = None
     written: tuple[int, ...] = ()
@@ -140,7 +140,7 @@ class _Versions:
         """What was sent has arrived."""
         self.known = list(self.sent)
 
-    def doubt(self) -> None:
+    def resend(self) -> None:
         """What was sent may be lost."""
         self.sent = list(self.known)
 
@@ -456,8 +456,8 @@ class SharedModel:
         """Where the gradients of the next pass go, and what of them is there already."""
         part = self._parts[place]
         present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
-        news = part.renew(bool(present), partial(self._grant, place))
-        self._is_renewed |= news is not None
+        new_slot = part.renew(bool(present), partial(self._grant, place))
+        self._is_renewed |= new_slot is not None
         slots = part.gradients() if present else []
         others = [k for k in present if part.parameters[k].grad is not slots[k]]
         given = [part.parameters[k].grad for k in others]
@@ -471,7 +471,7 @@ class SharedModel:
         changed_to = requires_grad if changed else None
         written, crossing = part.versions.written(), part.crossing.written()
         crossing = tuple(self._crossing[id(part.crossing.tensors[k])] for k in crossing)
-        return Gradients(part.slot, news, present, changed_to, written, crossing)
+        return Gradients(part.slot, new_slot, present, changed_to, written, crossing)
 
     def renewed(self) -> bool:
         """Whether there were new slots since this was last asked."""
@@ -494,13 +494,13 @@ class SharedModel:
             part.versions.confirm()
             part.crossing.confirm()
 
-    def doubt(self) -> None:
+    def resend(self) -> None:
         """Take it that the workers know nothing of all this: what was sent may be lost."""
         for part in self._parts:
             part.let_go()
             part.slot, part.slots, part.requires_grad = -1, Slots(), ()
-            part.versions.doubt()
-            part.crossing.doubt()
+            part.versions.resend()
+            part.crossing.resend()
 
     def during(self, place: int) -> None:
         """Make what `after` needs, while the pass runs."""

@@ -20,21 +20,23 @@ INTEGER = 8
 """Bytes of one."""
 
 
-class Bells(NamedTuple):
+class Wakeups(NamedTuple):
     """File descriptors of pipes, none of which blocks.
 
     Attributes:
-        own: rings when another replica gets further.
-        others: ring at those.
+        own: can be read when another replica has got further.
+        others: of those replicas.
     """
 
     own: int
     others: Sequence[int]
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Let the others look how far everybody is."""
         for other in self.others:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it rings already; is gone
+            with contextlib.suppress(
+                BlockingIOError, BrokenPipeError
+            ):  # it is awake already; is gone
                 os.write(other, b"\0")
 
     def close(self) -> None:
@@ -42,8 +44,8 @@ class Bells(NamedTuple):
         for fd in (self.own, *self.others):
             os.close(fd)
 
-    def heard(self) -> None:
-        """Silence the own bell, before looking."""
+    def clear(self) -> None:
+        """Clear the own wakeup, before looking."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.own, 1 << 16)
 
@@ -54,16 +56,16 @@ class SharedTurns:
     Args:
         reached: for every replica the first of its numbers that is not done.
         replica: which of them is here.
-        bells: wake the others, and are waited for here.
-        sleep: waits until the own bell rings; raises `Aborted` if the pass is given up.
+        wakeups: wake the others, and are waited for here.
+        sleep: waits for the own wakeup; raises `Aborted` if the pass is given up.
     """
 
     def __init__(
-        self, reached: memoryview, replica: int, bells: Bells, sleep: Callable[[], None]
+        self, reached: memoryview, replica: int, wakeups: Wakeups, sleep: Callable[[], None]
     ) -> None:
         self._reached = reached
         self._replica = replica
-        self._bells = bells
+        self._wakeups = wakeups
         self._sleep = sleep
         self._left: deque[int] = deque()
         self._end = 0
@@ -82,7 +84,7 @@ class SharedTurns:
         """Wait until all before this number are done."""
         while not self.has_come(number):
             self._sleep()
-            self._bells.heard()
+            self._wakeups.clear()
 
     def done(self, number: int) -> None:
         """This number has had its turn, or does not need it."""
@@ -92,7 +94,7 @@ class SharedTurns:
 
     def _note(self) -> None:
         self._reached[self._replica] = self._left[0] if self._left else self._end
-        self._bells.ring()
+        self._wakeups.wake()
 
 
 class Turnstile:
@@ -101,13 +103,13 @@ class Turnstile:
     Args:
         replica: which it is.
         of: how many there are.
-        bells: see `SharedTurns`.
+        wakeups: see `SharedTurns`.
         sleep: see `SharedTurns`.
     """
 
-    def __init__(self, replica: int, of: int, bells: Bells, sleep: Callable[[], None]) -> None:
+    def __init__(self, replica: int, of: int, wakeups: Wakeups, sleep: Callable[[], None]) -> None:
         self._replica, self._of = replica, of
-        self._bells, self._sleep = bells, sleep
+        self._wakeups, self._sleep = wakeups, sleep
         self._free: deque[memoryview] = deque()
 
     def extend(self, memory: memoryview) -> None:
@@ -122,4 +124,4 @@ class Turnstile:
         """The next turns; every replica says itself with which number it begins."""
         if not self._free:
             raise PenstockError("there is no shared memory left for turns")
-        return SharedTurns(self._free.popleft(), self._replica, self._bells, self._sleep)
+        return SharedTurns(self._free.popleft(), self._replica, self._wakeups, self._sleep)

@@ -89,9 +89,9 @@ class WorkerModel:
                 every.setdefault(self.modules[number], {}).update(found)
         move(every)
 
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether modes or attributes of its modules may have to be sent to it."""
-        return self._modes() != self._training or self._following.has_news()
+        return self._modes() != self._training or self._following.has_changes()
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(map(_TRAINING, self.modules))
@@ -104,15 +104,15 @@ class WorkerModel:
         self._training = now
         return now
 
-    def news(self) -> AttributeChanges:
-        """The attributes of its modules that have changed, see `Following.news`."""
-        return self._following.news()
+    def changes(self) -> AttributeChanges:
+        """The attributes of its modules that have changed, see `Following.changes`."""
+        return self._following.changes()
 
     def confirm(self) -> None:
         """What was sent has arrived."""
         self._following.confirm()
 
-    def doubt(self) -> None:
+    def resend(self) -> None:
         """What was sent may be lost."""
         self._training = ()
-        self._following.doubt()
+        self._following.resend()

@@ -34,7 +34,7 @@ from penstock.workers.assembly import Assembly
 from penstock.workers.process_state import ProcessState, loading, unsent
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
 from penstock.workers.processes.shared_model import Gradients
-from penstock.workers.processes.turns import Bells, Turnstile
+from penstock.workers.processes.turns import Turnstile, Wakeups
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ class WorkerState(ProcessState):
         self._lender = Lender(wire)
         self._jobs: deque[tuple[int, Callable[[WorkerState], Any]]] = deque()
         self._grants: dict[int, int] = {}
-        self._bells: Bells | None = None
+        self._wakeups: Wakeups | None = None
         self._current = ExitStack()  # the device that is this thread's current one
         self.empty()
 
@@ -107,9 +107,9 @@ class WorkerState(ProcessState):
         self.place = 0
         self.replica = ONLY
         self.turnstile: Turnstile | None = None
-        if self._bells:
-            self._bells.close()
-        self._bells = None
+        if self._wakeups:
+            self._wakeups.close()
+        self._wakeups = None
         self.assemblies: dict[bool, Assembly] = {}
         self.residents = Residents()
         self.kinds: dict[int, Order] = {}
@@ -160,7 +160,7 @@ class WorkerState(ProcessState):
             Gone: the driver closed the socket.
         """
         while not self._jobs:
-            self._hear()
+            self._read_message()
         self.dispatch, job = self._jobs.popleft()
         if self.dispatch <= self._given_up:
             job = _give_up
@@ -183,7 +183,7 @@ class WorkerState(ProcessState):
         except Exception as error:  # what cannot be pickled has not been sent in part
             self._report(True, portable(unsent(error, self.worker)))
 
-    def _hear(self) -> None:
+    def _read_message(self) -> None:
         """Read one message of the driver."""
         data, fd = self._wire.receive()
         message: Give | GiveUp | Grant = pickle.loads(data)
@@ -248,8 +248,8 @@ class WorkerState(ProcessState):
             updates: whether an optimizer uses them.
         """
         self._slot = gradients.slot
-        if gradients.news is not None:
-            grant, size, places, shared = gradients.news
+        if gradients.new_slot is not None:
+            grant, size, places, shared = gradients.new_slot
             tensors = self.segment(grant, size).tensors(places)
             if shared:
                 self.slots.clear()  # others are not used again
@@ -430,15 +430,15 @@ class WorkerState(ProcessState):
     # -- replicas -------------------------------------------------------------------------
 
     def have_turns(self, replica: int, of: int, own: int, others: Sequence[int]) -> Turnstile:
-        """Have turns in common with other replicas; the numbers of grants are those of bells."""
-        bells = Bells(self.granted(own), [self.granted(number) for number in others])
-        poller = polling(self._wire.fileno(), bells.own)
+        """Have turns in common with other replicas; the numbers of grants are those of wakeups."""
+        wakeups = Wakeups(self.granted(own), [self.granted(number) for number in others])
+        poller = polling(self._wire.fileno(), wakeups.own)
 
         def sleep() -> None:
             with self.record.waiting():
-                self._wait(poller, bells.own)
+                self._wait(poller, wakeups.own)
 
-        self.turnstile, self._bells = Turnstile(replica, of, bells, sleep), bells
+        self.turnstile, self._wakeups = Turnstile(replica, of, wakeups, sleep), wakeups
         return self.turnstile
 
     # -- links ----------------------------------------------------------------------------
@@ -491,7 +491,7 @@ class WorkerState(ProcessState):
         while True:
             ready = {fd for fd, _ in spin(poller, None, self.patience)}
             if self._wire.fileno() in ready:
-                self._hear()
+                self._read_message()
                 if self.dispatch <= self._given_up:
                     raise Aborted
             if fd in ready:

@@ -35,8 +35,8 @@ from penstock.workers.driven import (
     DrivenWorkers,
     bring,
     pack_named,
+    packed_changes,
     packed_loss,
-    packed_news,
 )
 from penstock.workers.members import members_here
 from penstock.workers.memories import SideEffects, check_memories
@@ -181,8 +181,8 @@ class ProcessWorkers(DrivenWorkers):
             os.close(read)
             os.close(write)
         for worker in twins:
-            bells = [bell for twin, bell in others.items() if twin != worker]
-            yield worker, Common(own[worker], bells, turns)
+            wakeups = [wakeup for twin, wakeup in others.items() if twin != worker]
+            yield worker, Common(own[worker], wakeups, turns)
 
     def _memory_for_turns(self, place: int, count: int) -> tuple[int, int]:
         """The grant and the size of memory for so many turns of the workers at a place."""
@@ -264,8 +264,10 @@ class ProcessWorkers(DrivenWorkers):
                 )
                 self._settings_changed |= self._sent_settings != self._settings
                 passes = [self._pass(k, order, loss, forgotten) for k in self._places]
-                news = [each for p in passes for each in (p.training, p.attributes)]
-                self.times_sent += any(n is not None for n in news) or self._sent_settings != before
+                changes = [each for p in passes for each in (p.training, p.attributes)]
+                self.times_sent += (
+                    any(n is not None for n in changes) or self._sent_settings != before
+                )
                 jobs = [
                     passes[member.place].of(Replica(member.replica, self._plan.weights))
                     for member in self.members
@@ -278,7 +280,7 @@ class ProcessWorkers(DrivenWorkers):
         except BaseException:
             if self._pool.under_way:  # those before it go on
                 self._backups.drop(order.number)
-                self._doubt()
+                self._resend()
             else:
                 self._undo()
             raise
@@ -299,7 +301,7 @@ class ProcessWorkers(DrivenWorkers):
             loss=loss if is_last else None,
             gradients=None if order.what == "infer" else self._shared.before(place),
             training=remote.training(),
-            attributes=packed_news(remote.news(), remote.modules),
+            attributes=packed_changes(remote.changes(), remote.modules),
             forgotten=forgotten,
             settings=self._sent_settings if self._settings_changed else None,
             wanted=self._shared.numbers(place, self.ownership.own(place, order.wanted)),
@@ -339,7 +341,7 @@ class ProcessWorkers(DrivenWorkers):
         """
         for remote in self._remotes:
             remote.check()
-        is_same = not any(remote.has_news() for remote in self._remotes)
+        is_same = not any(remote.has_changes() for remote in self._remotes)
         return is_same and TorchSettings.here(self._accelerator) == self._sent_settings
 
     def _looks_at_memories(self) -> bool:
@@ -394,14 +396,14 @@ class ProcessWorkers(DrivenWorkers):
         for turns in self._turns:
             for k in range(len(turns)):
                 turns[k] = 0
-        self._doubt()
+        self._resend()
 
-    def _doubt(self) -> None:
+    def _resend(self) -> None:
         """Send the workers everything anew: nobody knows what has reached them."""
         self._kinds.clear()
-        self._shared.doubt()
+        self._shared.resend()
         for remote in self._remotes:
-            remote.doubt()
+            remote.resend()
 
     # -- what they remember ---------------------------------------------------------------
 
@@ -489,7 +491,7 @@ class ProcessWorkers(DrivenWorkers):
                 current = self._pool.start(jobs, timeout or self._timeout, whole)
             return self._pool.finish(current, timeout or self._timeout)
         except BaseException:
-            self._doubt()
+            self._resend()
             raise
 
     @contextmanager

@@ -29,9 +29,9 @@ class ClockOffset:
     def __init__(self) -> None:
         self._seen: deque[int] = deque(maxlen=_KEPT)
 
-    def note(self, sent: int, heard: int) -> None:
-        """A message was sent then, by the sender's clock, and heard then by the receiver's."""
-        self._seen.append(heard - sent)
+    def note(self, sent: int, received: int) -> None:
+        """A message was sent then, by the sender's clock, and received then by the receiver's."""
+        self._seen.append(received - sent)
 
     @property
     def least(self) -> int | None:

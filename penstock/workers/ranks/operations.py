@@ -306,7 +306,7 @@ class Ranks:
             )
         for rank, other in list(self._wires.items()):
             if rank in self._wires and other.fileno() in ready:
-                self._hear(rank)
+                self._read_report(rank)
         if self._given_up or self._has_failed() or self._verdict is not None:
             raise Aborted
 
@@ -346,7 +346,7 @@ class Ranks:
             self._pollers[fd] = polling(*fds)
         return self._pollers[fd]
 
-    def _hear(self, rank: int) -> None:
+    def _read_report(self, rank: int) -> None:
         """Read one message of another rank."""
         try:
             message: Message = from_bytes(self._wires[rank].receive(_REST).data)

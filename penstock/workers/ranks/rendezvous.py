@@ -239,8 +239,8 @@ def _pulses(
     known = [(k, others.entries[k]) for k in near if others.near(others.rank, k)]
     found: dict[int, HasStopped] = {k: Pulse(e.pid, e.started) for k, e in known if e.started}
     if beats:
-        heard = Beats(beats)
-        found |= {k: heard.of(k) for k in beats}
+        last = Beats(beats)
+        found |= {k: last.of(k) for k in beats}
     return found
 
 

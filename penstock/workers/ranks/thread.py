@@ -34,7 +34,7 @@ class RankThread(ThreadPool):
         record: where the thread notes what it is doing.
 
     Attributes:
-        bell: a file descriptor that can be read when a pass has ended.
+        wakeup: a file descriptor that can be read when a pass has ended.
         dispatch: the number of the operation in which the pass was started that is run.
     """
 
@@ -45,7 +45,7 @@ class RankThread(ThreadPool):
         reset: Callable[[], None],
         record: Record,
     ) -> None:
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.dispatch = -1
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timeout, self._deadline = 0.0, 0.0
@@ -61,14 +61,14 @@ class RankThread(ThreadPool):
     # -- in the script's thread -------------------------------------------------------------
 
     def is_done(self, current: Dispatch) -> bool:
-        """Whether a pass has ended; takes note of the bell."""
-        self._drained(self.bell)  # first: whoever rings after this is heard
+        """Whether a pass has ended; clears the wakeup."""
+        self._drained(self.wakeup)  # first: what is signalled after this is seen
         return not current.waits_for
 
     def ring(self) -> None:
         """Let who waits for a pass look again; may be called from any thread."""
-        if self.bell >= 0:
-            os.eventfd_write(self.bell, 1)
+        if self.wakeup >= 0:
+            os.eventfd_write(self.wakeup, 1)
 
     def close(self, why: str = BY_USER) -> None:
         """Dismiss the thread; a pass that it is in is given up."""
@@ -77,7 +77,7 @@ class RankThread(ThreadPool):
         super().close(why)
 
     def _dispatch(self, number: int) -> Dispatch:
-        return _Belled(number, self.bell)
+        return _WithWakeup(number, self.wakeup)
 
     def _fault(self, current: Dispatch, late: Sequence[int], why: str | None) -> BaseException:
         """What was raised; if a neighbour broke a link, other ranks know why."""
@@ -86,10 +86,10 @@ class RankThread(ThreadPool):
     def release(self) -> None:
         """Close the file descriptors, unless a pass that cannot be stopped still uses them."""
         self.join(_GRACE)
-        if self.bell >= 0 and not any(thread.is_alive() for thread in self._threads):
-            os.close(self.bell)
+        if self.wakeup >= 0 and not any(thread.is_alive() for thread in self._threads):
+            os.close(self.wakeup)
             os.close(self._stop)
-            self.bell = self._stop = -1
+            self.wakeup = self._stop = -1
 
     def _signal_stop(self) -> None:
         if self._stop >= 0:
@@ -162,19 +162,19 @@ class RankThread(ThreadPool):
         return self._pollers[fd]
 
 
-class _Belled(Ringing):
+class _WithWakeup(Ringing):
     """A dispatch that also makes a file descriptor readable when it is done.
 
     Args:
         number: of the dispatch.
-        bell: the file descriptor.
+        wakeup: the file descriptor.
     """
 
-    def __init__(self, number: int, bell: int) -> None:
+    def __init__(self, number: int, wakeup: int) -> None:
         super().__init__(number, 1)
-        self._bell = bell
+        self._wakeup = wakeup
 
     def report(self, worker: int, result: JobResult) -> None:
-        """Note the result, and ring the bell; called by the worker thread."""
+        """Note the result, and signal the wakeup; called by the worker thread."""
         super().report(worker, result)
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup, 1)

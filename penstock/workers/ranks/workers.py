@@ -369,7 +369,7 @@ class RankWorkers(Workers):
         """What has come of this rank's part of a pass; meanwhile other ranks are listened to."""
         try:
             thread = self._thread
-            self._ranks.wait_for(thread.bell, lambda: thread.is_done(current), self._doing)
+            self._ranks.wait_for(thread.wakeup, lambda: thread.is_done(current), self._doing)
             found: Outcome = self._thread.finish(current)[0]
         except BaseException as error:
             self._thread.give_up(error)  # before others hear of it, so that all have stopped then

@@ -285,7 +285,7 @@ class StartPass:
     Attributes:
         order: the pass, without the loss.
         loss: packed, if this worker has the last stage and there is one.
-        news: of its tensors.
+        changes: of its tensors.
         training: for every module whether it is in training mode, if that has changed.
         attributes: of modules, packed, if some have changed.
         forgotten: modes and numbers of batches that will not come back.
@@ -299,7 +299,7 @@ class StartPass:
 
     order: Order
     loss: Packed | None
-    news: TensorChanges
+    changes: TensorChanges
     training: Sequence[bool] | None
     attributes: Packed | None
     forgotten: Sequence[tuple[bool, int]]
@@ -323,7 +323,7 @@ class StartPass:
     @contextmanager
     def _around(self, own: ActorState, attributes: Any) -> Iterator[None]:
         follow_script(own, self.settings, self.training, attributes)
-        self.news.apply(own)
+        self.changes.apply(own)
         order, assembly = self.order, own.rank.assembly(self.order.training)
         is_kept = order.trial or order.again
         with leaving_no_trace(own.modules, assembly, order.trial) if is_kept else nullcontext():
@@ -435,14 +435,14 @@ class Step:
     Attributes:
         number: of the optimizer.
         settings: of its groups.
-        news: of its tensors.
+        changes: of its tensors.
     """
 
     operation: ClassVar[str] = "optimizer.step"
 
     number: int
     settings: Sequence[Mapping[str, Any]]
-    news: TensorChanges
+    changes: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
         """Step the part with the settings that the script has now."""
@@ -453,15 +453,15 @@ class Step:
 
     def _step(self, own: ActorState, part: Optimizer) -> None:
         try:
-            self.news.apply(own)
+            self.changes.apply(own)
             part.step()
         except BaseException as error:
             raise step_failed(error, own.worker) from error
 
 
-def _apply(own: ActorState, news: TensorChanges) -> None:
-    """Apply news in the rank's thread, so after all passes that were started before."""
-    own.rank.in_thread(lambda: news.apply(own))
+def _apply(own: ActorState, changes: TensorChanges) -> None:
+    """Apply changes in the rank's thread, so after all passes that were started before."""
+    own.rank.in_thread(lambda: changes.apply(own))
 
 
 @dataclass(frozen=True)
@@ -471,18 +471,18 @@ class Clip:
     Attributes:
         parameters: the numbers of all that are clipped, on all workers.
         clipping: how.
-        news: of this worker's tensors.
+        changes: of this worker's tensors.
     """
 
     operation: ClassVar[str] = "clip_grad_norm_"
 
     parameters: Sequence[int]
     clipping: Clipping
-    news: TensorChanges
+    changes: TensorChanges
 
     def __call__(self, own: ActorState) -> torch.Tensor:
         """Return the norm of all gradients before clipping, the same on every worker."""
-        _apply(own, self.news)
+        _apply(own, self.changes)
         return own.rank.clip([own.tensors[number] for number in self.parameters], self.clipping)
 
 
@@ -493,17 +493,17 @@ class ClipValue:
     Attributes:
         parameters: the numbers of all that are clipped, on all workers.
         clip_value, foreach: as of `torch.nn.utils.clip_grad_value_`.
-        news: of this worker's tensors.
+        changes: of this worker's tensors.
     """
 
     parameters: Sequence[int]
     clip_value: float
     foreach: bool | None
-    news: TensorChanges
+    changes: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
         """Clamp the gradients of the worker's own parameters, in place."""
-        _apply(own, self.news)
+        _apply(own, self.changes)
         here = [own.tensors[number] for number in self.parameters]
         nn.utils.clip_grad_value_(here, self.clip_value, self.foreach)
 
@@ -516,17 +516,17 @@ class Unscale:
         parameters: the numbers of all, on all workers.
         inverse: 1 over the scale.
         allows_half: whether gradients may be in float16.
-        news: of this worker's tensors.
+        changes: of this worker's tensors.
     """
 
     parameters: Sequence[int]
     inverse: torch.Tensor
     allows_half: bool
-    news: TensorChanges
+    changes: TensorChanges
 
     def __call__(self, own: ActorState) -> list[torch.Tensor]:
         """Give for every device a number above 0 if a gradient is not finite."""
-        _apply(own, self.news)
+        _apply(own, self.changes)
         here = [own.tensors[number] for number in self.parameters]
         with_gradients = [p for p in here if p.grad is not None]
         if not with_gradients:
@@ -545,18 +545,18 @@ class Fetch:
     Attributes:
         tensors: the numbers of those whose values are wanted.
         gradients: the numbers of those whose gradients are.
-        news: of this worker's tensors.
+        changes: of this worker's tensors.
     """
 
     tensors: Sequence[int]
     gradients: Sequence[int]
-    news: TensorChanges
+    changes: TensorChanges
 
     def __call__(
         self, own: ActorState
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor | None]]:
         """Return values and gradients (or `None`), by number, after the passes under way."""
-        _apply(own, self.news)
+        _apply(own, self.changes)
         replaced = own.replaced()
         values = {n: replaced.get(n, own.tensors[n]).detach() for n in self.tensors}
         gradients = {number: own.tensors[number].grad for number in self.gradients}
@@ -565,13 +565,13 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Update:
-    """Let a worker have the news of its tensors, and do nothing else."""
+    """Let a worker have the changes of its tensors, and do nothing else."""
 
-    news: TensorChanges
+    changes: TensorChanges
 
     def __call__(self, own: ActorState) -> None:
-        """Apply the news, after the passes that are under way."""
-        _apply(own, self.news)
+        """Apply the changes, after the passes that are under way."""
+        _apply(own, self.changes)
 
 
 @dataclass(frozen=True)

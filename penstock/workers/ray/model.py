@@ -179,7 +179,7 @@ class DriverModel:
             if self._places[number] is not None and _state(tensor) != self._versions[number]
         }
 
-    def news(self, places: int) -> list[TensorChanges]:
+    def changes(self, places: int) -> list[TensorChanges]:
         """What has to be sent to the workers at every place.
 
         Raises:
@@ -200,7 +200,7 @@ class DriverModel:
         for place, draft in enumerate(drafts):
             self._unsure.setdefault(place, _Draft()).update(draft)
         self._again = {}
-        return [draft.news() for draft in drafts]
+        return [draft.changes() for draft in drafts]
 
     def _look_at(self, number: int, parameter: nn.Parameter, draft: _Draft) -> None:
         """Note what the script has done to a parameter's gradient, and to `requires_grad`."""
@@ -226,14 +226,14 @@ class DriverModel:
         """What was sent has arrived."""
         self._unsure.clear()
 
-    def doubt(self) -> None:
+    def resend(self) -> None:
         """What was sent may be lost."""
         for place, draft in self._unsure.items():
             older = self._again.setdefault(place, _Draft())
             older.update(draft)
         self._unsure.clear()
 
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether something is sent to workers that no copy of theirs has; asked once."""
         had, self._has_news = self._has_news, False
         return had
@@ -277,16 +277,16 @@ class DriverModel:
         self,
         values: Mapping[int, torch.Tensor],
         gradients: Mapping[int, torch.Tensor],
-        news: Iterable[TensorChanges],
+        changes: Iterable[TensorChanges],
     ) -> None:
         """Have what a copy of the workers has, who are gone.
 
         Args:
             values: of the copy, by number.
             gradients: likewise.
-            news: what the script has done since that copy was made, which stays done.
+            changes: what the script has done since that copy was made, which stays done.
         """
-        since = list(news)
+        since = list(changes)
         done = {number for each in since for number in each.values}
         done |= {number for number in values if self._places[number] is None}
         self.have({number: value for number, value in values.items() if number not in done})
@@ -381,7 +381,7 @@ class _Draft:
         self.zeroed |= newer.zeroed
         self.requires_grad |= newer.requires_grad
 
-    def news(self) -> TensorChanges:
+    def changes(self) -> TensorChanges:
         """All of it as one message; what is changed here afterwards is not in that."""
         return TensorChanges(
             dict(self.values), dict(self.gradients), sorted(self.zeroed), dict(self.requires_grad)

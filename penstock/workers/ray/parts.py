@@ -28,7 +28,7 @@ class ActorParts:
         places: of the workers.
         model: the script's.
         run: runs a job on every worker.
-        news: gives for every place what the script has done to tensors.
+        changes: gives for every place what the script has done to tensors.
 
     Attributes:
         number: of the optimizer.
@@ -44,13 +44,13 @@ class ActorParts:
         places: Sequence[int],
         model: DriverModel,
         run: Callable[..., list[Any]],
-        news: Callable[[], Sequence[TensorChanges]],
+        changes: Callable[[], Sequence[TensorChanges]],
     ) -> None:
         self.number = number
         self._owners = owners
         self._places = places
         self._model = model
-        self._run, self._news = run, news
+        self._run, self._changes = run, changes
         self._kept: State | None = None
 
     def keep(self) -> None:
@@ -64,7 +64,7 @@ class ActorParts:
         settings = settings_of(groups)
         warn_of_no_gradients(groups)
         self._kept = None
-        steps = [Step(self.number, settings, news) for news in self._news()]
+        steps = [Step(self.number, settings, changes) for changes in self._changes()]
         try:
             self._run([steps[place] for place in self._places], changes=True, whole=True)
         finally:  # some may have, whatever happened

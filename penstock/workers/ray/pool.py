@@ -392,7 +392,7 @@ class ActorPool(Pool):
         waiting = {current.refs[worker]: worker for worker in current.waits_for}
         ready, _ = ray().wait([*waiting], num_returns=len(waiting), timeout=seconds)
         for ref in ready:
-            self._hear(waiting[ref], ref, current)
+            self._read_report(waiting[ref], ref, current)
         now = time.monotonic()
         if current.failures() and not current.failed:
             current.failed = now
@@ -405,7 +405,7 @@ class ActorPool(Pool):
         if not ready:
             raise Late
 
-    def _hear(self, worker: int, ref: ObjectRef, current: Dispatch) -> None:
+    def _read_report(self, worker: int, ref: ObjectRef, current: Dispatch) -> None:
         """Take a report, or notice that there will be none."""
         errors = ray().exceptions
         lost = (errors.ObjectLostError,) if self.keeps_survivors else ()  # by another to be ended

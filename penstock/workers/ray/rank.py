@@ -91,7 +91,7 @@ class ActorRank(RankWorkers):
         """
         self._is_given_up = False
         try:
-            self._ranks.wait_for(self._thread.bell, lambda: self._is_done(current), self._doing)
+            self._ranks.wait_for(self._thread.wakeup, lambda: self._is_done(current), self._doing)
             found: Outcome = self._thread.finish(current)[0]
         except BaseException as error:
             self._thread.give_up(error)

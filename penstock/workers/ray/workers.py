@@ -34,8 +34,8 @@ from penstock.workers.driven import (
     DrivenWorkers,
     bring,
     pack_named,
+    packed_changes,
     packed_loss,
-    packed_news,
 )
 from penstock.workers.following import Following, Unchanged
 from penstock.workers.members import Member
@@ -260,13 +260,13 @@ class RayWorkers(DrivenWorkers):
         try:
             self._unchanged.check()
             self._settings_changed |= TorchSettings.here() != self._settings
-            news = self._news()
-            attributes = packed_news(self._following.news(), self._modules)
+            changes = self._changes()
+            attributes = packed_changes(self._following.changes(), self._modules)
             training = self._modes()
             forgotten = tuple(self._forgotten)
             copy = self._copy_after(self._leaves(order) or attributes is not None)
             jobs = [
-                self._start_of(member, order, loss, news[member.place], training, attributes)
+                self._start_of(member, order, loss, changes[member.place], training, attributes)
                 for member in self.members
             ]
             jobs = [replace(job, forgotten=forgotten, copy=copy) for job in jobs]
@@ -279,7 +279,7 @@ class RayWorkers(DrivenWorkers):
             for _ in forgotten:
                 self._forgotten.popleft()
         except BaseException as error:
-            self._doubt()
+            self._resend()
             if not isinstance(error, InputError):
                 self.give_up(error)
             raise
@@ -295,7 +295,7 @@ class RayWorkers(DrivenWorkers):
         member: Member,
         order: Order,
         loss: Packed | None,
-        news: TensorChanges,
+        changes: TensorChanges,
         training: Sequence[bool] | None,
         attributes: Packed | None,
     ) -> StartPass:
@@ -312,7 +312,7 @@ class RayWorkers(DrivenWorkers):
         return StartPass(
             order=part.changed(loss=None, wanted=None, values=values),
             loss=loss if is_last else None,
-            news=news,
+            changes=changes,
             training=training,
             attributes=attributes,
             forgotten=(),
@@ -379,15 +379,15 @@ class RayWorkers(DrivenWorkers):
             with suppress(PenstockError):  # if they are closed, there is nothing to undo
                 self._pool.run([DropPasses()] * len(self.members), _MORE)
         finally:
-            self._doubt()
+            self._resend()
 
     # -- copies ---------------------------------------------------------------------------
 
-    def _news(self) -> Sequence[TensorChanges]:
+    def _changes(self) -> Sequence[TensorChanges]:
         """What the script has done to tensors, for every place."""
         if not self._pool.under_way:
-            self._model.doubt()  # what was sent and not confirmed was interrupted
-        return self._model.news(len(self._places))
+            self._model.resend()  # what was sent and not confirmed was interrupted
+        return self._model.changes(len(self._places))
 
     def _copy_after(self, changes: bool) -> Copy | None:
         """The copy that is made after the next work, if one is.
@@ -395,8 +395,8 @@ class RayWorkers(DrivenWorkers):
         Args:
             changes: whether the workers have something else after it, besides what they are sent.
         """
-        has_news = self._model.has_news()
-        if self._copying is None or not (changes or has_news):
+        has_changes = self._model.has_changes()
+        if self._copying is None or not (changes or has_changes):
             return None
         return self._copying.next()
 
@@ -424,7 +424,7 @@ class RayWorkers(DrivenWorkers):
         found = copying.gathered()
         for parts in self._parts:
             parts.go_back(found.states)
-        since, attributes = self._news(), self._following.news()
+        since, attributes = self._changes(), self._following.changes()
         self._model.go_back(found.values, found.gradients, since)
         self._is_brought = True  # but for what modules remember
         return self._side_effects([without(attributes, memory) for memory in found.memories])
@@ -448,11 +448,11 @@ class RayWorkers(DrivenWorkers):
             self._model.confirm()
             self._following.confirm()
 
-    def _doubt(self) -> None:
+    def _resend(self) -> None:
         """Send the workers everything anew: nobody knows what has reached them."""
         self._training = ()
-        self._model.doubt()
-        self._following.doubt()
+        self._model.resend()
+        self._following.resend()
 
     def _check_open(self) -> None:
         if self._pool.can_go_on:
@@ -494,7 +494,7 @@ class RayWorkers(DrivenWorkers):
             if current is not None and is_done(current, len(jobs)):
                 self._done(copy)
                 raise
-            self._doubt()
+            self._resend()
             if copy is not None and (whole or may_be_done(current, error)):
                 self._pool.fail(f"{type(error).__name__} came before all workers had done the same")
             raise
@@ -535,13 +535,13 @@ class RayWorkers(DrivenWorkers):
             self._pool.fail(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
-        parts = ActorParts(number, owners, places, self._model, self._run, self._news)
+        parts = ActorParts(number, owners, places, self._model, self._run, self._changes)
         self._parts.add(parts)
         return parts
 
     def _with_news(self, job: Callable[[TensorChanges], Job]) -> list[Any]:
-        """For every worker a job that comes with the news of its tensors."""
-        return self._of_places([job(news) for news in self._news()])
+        """For every worker a job that comes with the changes of its tensors."""
+        return self._of_places([job(changes) for changes in self._changes()])
 
     def _known(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of parameters.
@@ -562,7 +562,7 @@ class RayWorkers(DrivenWorkers):
         """As `torch.nn.utils.clip_grad_norm_` over the gradients of all workers; the same bits."""
         numbers = self._known(parameters)
         found: list[torch.Tensor] = self._run(
-            self._with_news(lambda news: Clip(numbers, clipping, news)), changes=True
+            self._with_news(lambda changes: Clip(numbers, clipping, changes)), changes=True
         )
         return found[0]
 
@@ -578,7 +578,7 @@ class RayWorkers(DrivenWorkers):
     ) -> None:
         """As `torch.nn.utils.clip_grad_value_`."""
         numbers = self._known(parameters)
-        jobs = self._with_news(lambda news: ClipValue(numbers, clip_value, foreach, news))
+        jobs = self._with_news(lambda changes: ClipValue(numbers, clip_value, foreach, changes))
         self._run(jobs, changes=True)
 
     def unscale(
@@ -590,7 +590,7 @@ class RayWorkers(DrivenWorkers):
     ) -> list[torch.Tensor]:
         """Divide the workers' gradients by the scale of a loss scaler."""
         numbers = self._known(parameters)
-        jobs = self._with_news(lambda news: Unscale(numbers, inverse, allows_half, news))
+        jobs = self._with_news(lambda changes: Unscale(numbers, inverse, allows_half, changes))
         found = self._run(jobs, changes=True)
         return [scalar for own in found for scalar in own]
 
@@ -648,8 +648,8 @@ class RayWorkers(DrivenWorkers):
             gradients: and of those whose gradients are.
             timeout: seconds.
         """
-        news = self._news()
-        jobs = [Fetch(tensors(place), gradients(place), news[place]) for place in self._places]
+        changes = self._changes()
+        jobs = [Fetch(tensors(place), gradients(place), changes[place]) for place in self._places]
         silent = [replace(job, tensors=(), gradients=()) for job in jobs]
         every = [(silent if m.replica else jobs)[m.place] for m in self.members]
         return self._run(every, timeout=timeout)

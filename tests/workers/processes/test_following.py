@@ -111,7 +111,7 @@ def test_what_cannot_be_told_does_not_keep_other_news_back(modules: list[nn.Modu
     for _ in range(2):
         with pytest.raises(ps.InputError, match="'held'"):
             following.news()
-        following.doubt()
+        following.resend()
     modules[1].held = None
     assert following.news() == {0: {"rate": 2.0}}
 
@@ -124,8 +124,8 @@ def test_doubts_add_up(modules: list[nn.Module]) -> None:
     modules[0].held = "this"
     modules[1].rate = 3.0
     assert following.news() == {0: {"held": "this"}, 1: {"rate": 3.0}}
-    following.doubt()
-    following.doubt()
+    following.resend()
+    following.resend()
     modules[0].rate = 4.0
     del modules[1].held
     assert following.news() == {
@@ -133,5 +133,5 @@ def test_doubts_add_up(modules: list[nn.Module]) -> None:
         1: {"rate": 3.0, "held": MISSING},
     }
     following.confirm()
-    following.doubt()
+    following.resend()
     assert following.news() == {}

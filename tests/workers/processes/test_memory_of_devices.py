@@ -62,23 +62,23 @@ def test_gradients_have_one_slot_until_the_user_keeps_what_is_in_it(
     parameters = list(layer.parameters())
     shared.clear()
     first = own.before(0)
-    assert first.news is not None
+    assert first.new_slot is not None
     assert [each.shape for each in shared] == [p.shape for p in parameters]
     filled(parameters, own)
     assert [p.grad is g for p, g in zip(parameters, shared, strict=True)] == [True, True]
     again = own.before(0)  # they are added to
-    assert (again.slot, again.news, again.present) == (first.slot, None, (0, 1))
+    assert (again.slot, again.new_slot, again.present) == (first.slot, None, (0, 1))
     for p in parameters:
         p.grad = None
     shared.clear()
-    assert own.before(0).news is None
+    assert own.before(0).new_slot is None
     filled(parameters, own)
     kept: Any = parameters[0].grad.view(-1)[1:]  # type: ignore[union-attr]
     for p in parameters:
         p.grad = None
     other = own.before(0)
     assert other.slot != first.slot
-    assert other.news is not None
+    assert other.new_slot is not None
     assert kept.untyped_storage()._cdata not in [g.untyped_storage()._cdata for g in shared]
 
 
@@ -88,19 +88,19 @@ def test_parameters_that_ask_for_no_gradient_have_no_memory_for_one(
     frozen, layer = nn.Linear(3, 3, device=META).requires_grad_(False), nn.Linear(3, 2, device=META)
     own = model_of(frozen, layer)
     shared.clear()
-    assert own.before(0).news is not None
+    assert own.before(0).new_slot is not None
     assert [g.numel() for g in shared] == [0, 0, 6, 2]
     filled([*frozen.parameters(), *layer.parameters()], own)
     before = [p.grad for p in layer.parameters()]
     frozen.weight.requires_grad_(True)
     shared.clear()
     new = own.before(0)
-    assert new.news is not None
+    assert new.new_slot is not None
     assert [g.numel() for g in shared] == [9, 0, 6, 2]
     assert new.present == (2, 3)  # what was there is in the new slot
     assert not any(p.grad is g for p, g in zip(layer.parameters(), before, strict=True))
     shared.clear()
-    assert own.before(0).news is None
+    assert own.before(0).new_slot is None
 
 
 @pytest.mark.parametrize("keeps", ["gradient", "view", "storage"])
@@ -134,7 +134,7 @@ def test_without_memory_for_a_slot_the_next_pass_tries_again(
         patched.setattr(module, "_room_for", fails)
         with pytest.raises(torch.OutOfMemoryError):
             own.before(0)
-    assert own.before(0).news is not None
+    assert own.before(0).new_slot is not None
 
 
 def test_a_tensor_elsewhere_is_an_error(shared: list[torch.Tensor]) -> None:
