@@ -100,11 +100,16 @@ def test_no_replica_keeps_more_than_one(
     replicas: int, stages: int, schedule: str, is_plain: bool, slow: str, kept: list[int]
 ) -> None:
     worker = 0 if slow == "first" else (replicas - 1) * stages
+    found = []
     with made(replicas, stages, schedule, worker) as pipe:
-        found = stepped(pipe, is_plain)
+        while len(found) < 20 and 1 not in kept:  # who is dealt micro-batches may be alone in some
+            found.append(stepped(pipe, is_plain))
+            pipe.model.zero_grad()
     assert max(kept) == 1
     with made(1, stages, schedule, -1) as pipe:
-        assert_same(found, stepped(pipe, is_plain))
+        for step in found:
+            assert_same(step, stepped(pipe, is_plain))
+            pipe.model.zero_grad()
 
 
 def test_who_waits_for_one_that_fails_is_given_up(kept: list[int]) -> None:

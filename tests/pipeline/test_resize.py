@@ -242,7 +242,7 @@ def test_members_say_who_is_there(workers: ps.Kind) -> None:
     second = run.pipe.members
     assert (second.number, second.since) == (1, 1)
     assert [(m.number, str(m.device), m.since) for m in second] == [(k, "cpu", 1) for k in range(3)]
-    assert second.news(first) == "membership 1, 3 workers instead of 2: cpu joined"
+    assert second.difference_from(first) == "membership 1, 3 workers instead of 2: cpu joined"
     assert not run.pipe.resize(["cpu"] * 3)
     assert run.pipe.members is second
     if workers == "processes":

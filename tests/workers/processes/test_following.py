@@ -99,8 +99,8 @@ def test_modules_that_come_later_do_not_hide_what_has_changed(modules: list[nn.M
     following.add(modules[:1])
     modules[0].rate = 2.0
     following.add(modules[1:])
-    assert following.news() == {0: {"rate": 2.0}}
-    assert following.news() == {}
+    assert following.changes() == {0: {"rate": 2.0}}
+    assert following.changes() == {}
 
 
 def test_what_cannot_be_told_does_not_keep_other_news_back(modules: list[nn.Module]) -> None:
@@ -110,28 +110,28 @@ def test_what_cannot_be_told_does_not_keep_other_news_back(modules: list[nn.Modu
     modules[0].rate, modules[1].held = 2.0, shared
     for _ in range(2):
         with pytest.raises(ps.InputError, match="'held'"):
-            following.news()
+            following.changes()
         following.resend()
     modules[1].held = None
-    assert following.news() == {0: {"rate": 2.0}}
+    assert following.changes() == {0: {"rate": 2.0}}
 
 
 def test_doubts_add_up(modules: list[nn.Module]) -> None:
     following = Following(lambda tensor: False)
     following.add(modules)
     modules[0].rate = 2.0
-    assert following.news() == {0: {"rate": 2.0}}
+    assert following.changes() == {0: {"rate": 2.0}}
     modules[0].held = "this"
     modules[1].rate = 3.0
-    assert following.news() == {0: {"held": "this"}, 1: {"rate": 3.0}}
+    assert following.changes() == {0: {"held": "this"}, 1: {"rate": 3.0}}
     following.resend()
     following.resend()
     modules[0].rate = 4.0
     del modules[1].held
-    assert following.news() == {
+    assert following.changes() == {
         0: {"rate": 4.0, "held": "this"},
         1: {"rate": 3.0, "held": MISSING},
     }
     following.confirm()
     following.resend()
-    assert following.news() == {}
+    assert following.changes() == {}

@@ -652,7 +652,9 @@ def count_signals() -> list[tuple[bool, int, int]]:
 
     def noted(message: Signal | Have) -> bytes:
         if isinstance(message, Signal) and message.size:
-            sent.append((bool(message.news or message.plain), message.next_size, message.size))
+            sent.append(
+                (bool(message.new_layout or message.plain), message.next_size, message.size)
+            )
         return encode(message)
 
     process_group._encode = noted

@@ -339,36 +339,36 @@ def test_what_the_script_has_done_since_a_copy_stays_done() -> None:
     driver = DriverModel(model)
     driver.deliveries([list(model.parameters())])
     weight, bias = model.weight, model.bias
-    driver.news(1)
+    driver.changes(1)
     assert not driver.has_changes()
     with torch.no_grad():
         bias.fill_(3.0)
     weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
-    driver.news(1)
+    driver.changes(1)
     assert driver.has_changes()
     assert not driver.has_changes()  # a copy has it now
     driver.resend()  # or has not: the work failed after which it is made
-    driver.news(1)
+    driver.changes(1)
     assert driver.has_changes()
     driver.confirm()
-    driver.news(1)
+    driver.changes(1)
     assert not driver.has_changes()
     driver.has_changed([weight])
     with torch.no_grad():
         weight.grad.zero_()
         bias.grad = None
-    driver.news(1)
+    driver.changes(1)
     driver.resend()  # the work with which they were told has failed
     values = {0: torch.full((2, 2), 7.0), 1: torch.full((2,), 7.0)}
     gradients = {0: torch.full((2, 2), 2.0), 1: torch.full((2,), 2.0)}
-    driver.go_back(values, gradients, driver.news(1))
+    driver.go_back(values, gradients, driver.changes(1))
     assert torch.equal(weight, values[0])
     assert torch.equal(weight.grad, torch.zeros(2, 2))
     assert bias.grad is None
     assert torch.equal(bias, values[1])
     with torch.no_grad():
         bias.fill_(5.0)
-    driver.go_back(values, gradients, driver.news(1))
+    driver.go_back(values, gradients, driver.changes(1))
     assert bias.tolist() == [5.0, 5.0]
 
 
