@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +29,7 @@ from penstock.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.plan.plan import Plan
+    from penstock.plan.request import Request
     from penstock.plan.whatif import Predicted, WhatIf
     from penstock.profile.data import Profile
 
@@ -125,7 +126,7 @@ def command(
     profiles for inference it is a steady flow of forwards that is predicted, from batch to batch.
     """
     plan, profile = _loaded(source, profile_path)
-    cases = _cases(plan, profile, **options)
+    cases = _cases(plan, profile, _Options(**options))
     if figure is not None:
         from penstock.display.figures import require_figure
 
@@ -174,69 +175,91 @@ def _loaded(source: Path, profile_path: Path | None) -> tuple[Plan | None, Profi
     return plan, profile
 
 
-def _cases(
-    plan: Plan | None,
-    profile: Profile | None,
-    *,
-    workers: str | None,
-    microbatches: str | None,
-    schedules: str | None,
-    bandwidth: str | None,
-    latency: str | None,
-    speed: float,
-    microbatch_size: int | None,
-    batch: int | None,
-    replicas: str,
-    inference: bool,
-    in_flight: int | None,
-    stages_per_worker: int | None,
-    memory_limit: str | None,
-    optimizer_state: float,
-    recompute: str,
-) -> list[WhatIf]:
+@dataclass(frozen=True)
+class _Options:
+    """The options of the command that say what is simulated, as they were given; see there."""
+
+    workers: str | None
+    microbatches: str | None
+    schedules: str | None
+    bandwidth: str | None
+    latency: str | None
+    speed: float
+    microbatch_size: int | None
+    batch: int | None
+    replicas: str
+    inference: bool
+    in_flight: int | None
+    stages_per_worker: int | None
+    memory_limit: str | None
+    optimizer_state: float
+    recompute: str
+
+    def check(self, plan: Plan | None) -> None:
+        """Raise unless they fit together, and say what no plan says.
+
+        Raises:
+            InputError: they do not.
+        """
+        if self.batch is not None and self.microbatch_size is not None:
+            raise InputError(
+                "--batch says how large micro-batches are: leave out --microbatch-size"
+            )
+        has_size = (self.microbatch_size or self.batch) is not None
+        if plan is None and (self.microbatches is None or not has_size):
+            raise InputError(
+                "a profile says nothing of micro-batches: give --microbatches, and "
+                "--microbatch-size or --batch; or give a plan"
+            )
+        if self.inference and self.schedules is not None:
+            raise InputError(
+                f"--schedule {self.schedules} is about backwards or their order, and a flow of "
+                "forwards has none: leave it out, or give a plan that is made without --inference"
+            )
+
+    def request(self) -> Request:
+        """What is asked of plans that are made."""
+        from penstock.plan.request import Request
+
+        return Request(
+            recompute=recompute_of(self.recompute),
+            memory_limit=self.memory_limit,
+            optimizer_state=self.optimizer_state,
+            stages_per_worker=self.stages_per_worker or "auto",
+            inference=self.inference,
+            in_flight=self.in_flight,
+        )
+
+    def count_of_replicas(self, plan: Plan | None) -> int | None:
+        """How many there are; `None` for as few as the places to cut allow."""
+        if self.replicas != "auto":
+            return _list("--replicas", self.replicas, _whole, 1)[0]
+        if plan is not None and self.workers is None and self.schedules is None:
+            return plan.replicas
+        return None
+
+
+def _cases(plan: Plan | None, profile: Profile | None, options: _Options) -> list[WhatIf]:
     """Every combination of what the options say, of which some are lists.
 
     Raises:
         InputError: an option means nothing, or is missing without a plan.
     """
-    from penstock.plan.request import Request
     from penstock.plan.whatif import WhatIf
     from penstock.units import parse_seconds, parse_speed
 
-    if batch is not None and microbatch_size is not None:
-        raise InputError("--batch says how large micro-batches are: leave out --microbatch-size")
-    if plan is None and (microbatches is None or (microbatch_size or batch) is None):
-        raise InputError(
-            "a profile says nothing of micro-batches: give --microbatches, and --microbatch-size "
-            "or --batch; or give a plan"
-        )
-    inference = inference or any(found is not None and found.inference for found in (plan, profile))
-    if inference and schedules is not None:
-        raise InputError(
-            f"--schedule {schedules} is about backwards or their order, and a flow of forwards has "
-            "none: leave it out, or give a plan that is made without --inference"
-        )
-    request = Request(
-        recompute=recompute_of(recompute),
-        memory_limit=memory_limit,
-        optimizer_state=optimizer_state,
-        stages_per_worker=stages_per_worker or "auto",
-        inference=inference,
-        in_flight=in_flight,
-    )
-    count_of_replicas: int | None = None
-    if replicas != "auto":
-        count_of_replicas = _list("--replicas", replicas, _whole, 1)[0]
-    elif plan is not None and workers is None and schedules is None:
-        count_of_replicas = plan.replicas
-    each = -(-plan.num_microbatches // (count_of_replicas or 1)) if plan else 1
+    is_flow = any(found is not None and found.inference for found in (plan, profile))
+    options = replace(options, inference=options.inference or is_flow)
+    options.check(plan)
+    request, replicas = options.request(), options.count_of_replicas(plan)
+    each = -(-plan.num_microbatches // (replicas or 1)) if plan else 1
     devices = plan.devices if plan is not None else profile.devices if profile else ()
     every = product(
-        _list("--workers", workers, _whole, len(devices)),
-        _list("--microbatches", microbatches, _whole, each),
-        _schedules(schedules, plan.schedule if plan else "1f1b"),
-        _list("--bandwidth", bandwidth, parse_speed, None),
-        _list("--latency", latency, parse_seconds, None),
+        _list("--workers", options.workers, _whole, len(devices)),
+        _list("--microbatches", options.microbatches, _whole, each),
+        _schedules(options.schedules, plan.schedule if plan else "1f1b"),
+        _list("--bandwidth", options.bandwidth, parse_speed, None),
+        _list("--latency", options.latency, parse_seconds, None),
     )
     return [
         WhatIf(
@@ -245,15 +268,15 @@ def _cases(
             schedule=schedule,
             bandwidth=link_speed,
             latency=link_latency,
-            microbatch_size=microbatch_size or (plan.microbatch_size if plan else 1),
-            batch=batch,
-            replicas=count_of_replicas,
-            stages_per_worker=stages_per_worker,
-            speed=speed,
+            microbatch_size=options.microbatch_size or (plan.microbatch_size if plan else 1),
+            batch=options.batch,
+            replicas=replicas,
+            stages_per_worker=options.stages_per_worker,
+            speed=options.speed,
             memory=request.memory,
             recompute=request.recompute,
-            inference=inference,
-            in_flight=in_flight,
+            inference=options.inference,
+            in_flight=options.in_flight,
         )
         for count, m, schedule, link_speed, link_latency in every
     ]
