@@ -584,11 +584,11 @@ class Runner:
             InputError: another thread has started passes that are not finished.
         """
         self._user.enter(*self._effects(order))
-        if order.number >= 0 and order.what != "backward":  # what is refused before does not count
-            self.counts.count(order.microbatches[0].key.step)
         try:
             if self.workers.are_leaving and not self._under_way:
                 self.surviving(self._hand_over)
+            if order.number >= 0 and order.what != "backward":  # what is refused does not count
+                self.counts.count(order.microbatches[0].key.step)
             started = Started(order, self.steps.begin())
         except BaseException:
             self._user.leave()

@@ -45,7 +45,8 @@ from penstock.links.wire import interrupts_wait
 from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.plan.text import prediction
-from penstock.planning.planner import Planned, Replanning, has_links
+from penstock.planning.overheads import are_known
+from penstock.planning.planner import Planned, Replanning
 from penstock.profile import Profile
 from penstock.runner import Runner
 from penstock.steps import note_optimizers
@@ -59,6 +60,7 @@ from penstock.workers.kinds import WorkerOptions
 from penstock.workers.members import Membership
 from penstock.workers.memories import SideEffects
 from penstock.workers.placement import place
+from penstock.workers.processes.backend import ProcessProbe
 
 _DEATHS = 3
 """How often others take over for workers that have ended at the same work."""
@@ -266,15 +268,14 @@ class Running:
         """
         began, before, old = time.monotonic(), self.members, self.plan
         self.saver.finish()  # a failed save is raised while the old workers are there
-        known = None if measures or not self._knows_links(chosen) else self.profile
-        staying = 0 if known is None else self.workers.staying
+        staying = 0 if measures or not self._knows_links(chosen) else self.workers.staying
         backend = chosen.backend(self._allocator_kept, staying=staying)
         with showing(progress) as report, with_autograd(), ExitStack() as stack:
             stack.callback(backend.close)
             left = self.runner.between_passes(lambda: self.workers.left())
             request, note = with_one_replica(self.given.request, old, left)
             example = self.given.example
-            replanning = Replanning(old, self._program, *example, backend, request, report, known)
+            replanning = Replanning(old, self._program, *example, backend, request, report)
             plan, profile, stays = planning(replanning)
             if stays:
                 self._predict(plan, profile)
@@ -285,7 +286,7 @@ class Running:
             plan = backend.broadcast_plan(self._program, plan)
             left.bring()
             self.profile = profile
-            self._switch(backend, plan, goes_on=staying > 0)
+            self._switch(backend, plan, chosen if staying else None)
             stack.pop_all()
         self._fallbacks = fallbacks
         self.given = replace(self.given, workers=chosen)
@@ -315,20 +316,19 @@ class Running:
         self.runner.steps.kept.happened(f"measured again, and the plan stays: {plan.summary}")
 
     def _knows_links(self, chosen: WorkerOptions) -> bool:
-        """Whether the profile has the links between these workers."""
-        return (
-            self.profile is not None
-            and chosen.devices is not None
-            and has_links(self.profile, existing_devices(chosen.devices))
-        )
+        """Whether it is known what links between these worker processes take."""
+        if chosen.workers != "processes" or chosen.devices is None:
+            return False
+        return are_known(existing_devices(chosen.devices), ProcessProbe, self.threads)
 
-    def _switch(self, backend: Backend, plan: Plan, goes_on: bool) -> None:
+    def _switch(self, backend: Backend, plan: Plan, afresh: WorkerOptions | None) -> None:
         """Stop the workers and start others; if that fails, start those again that were there.
 
         Args:
             backend: the other workers.
             plan: what they run.
-            goes_on: whether those that can go on among the others.
+            afresh: if those that can go on among the others, and who is to run the plan if one of
+                them dies meanwhile.
 
         Raises:
             ClosedError: nobody could be started.
@@ -338,11 +338,19 @@ class Running:
         for optimizer in self._optimizers:
             optimizer.divide_again()
         self._serve_again()
-        if goes_on:
-            backend.welcome(self.workers.survivors())
-        self.runner.close()
         try:
-            self._use(backend, plan)
+            with interrupts_wait():  # or processes would run of which nobody knows
+                if afresh is not None:
+                    backend.welcome(self.workers.survivors())
+                self.runner.close()
+            try:
+                self._use(backend, plan)
+            except WorkerDied:
+                if afresh is None:
+                    raise
+                backend = afresh.backend(self._allocator_kept)
+                backend.take(plan, is_given=False)
+                self._use(backend, backend.broadcast_plan(self._program, plan))
         except BaseException as error:
             self._use_again(same, old, error)
             raise
@@ -421,9 +429,11 @@ class Running:
 
         Raises:
             WorkerDied: one has died.
+            InputError: something is lost that only those have who leave.
         """
+        with self._closing_if_lost():
+            left = self.workers.left()
         self.workers.bring()
-        left = self.workers.left()
         self._take_over(lambda: left, "a worker was asked to end (SIGTERM)", None)
 
     def _take_over(
@@ -472,7 +482,8 @@ class Running:
     def _remembered(self, remember: Callable[[], SideEffects]) -> SideEffects:
         """What forwards have left with the workers; an error, if it is lost, says how to resume."""
         try:
-            return remember()
+            with self._closing_if_lost():
+                return remember()
         except WorkerDied as death:
             self.workers.close()
             newest = self.saver.newest
@@ -483,6 +494,12 @@ class Running:
                 "one, from which penstock.resume goes on"
             )
             raise
+
+    @contextmanager
+    def _closing_if_lost(self) -> Iterator[None]:
+        """While open, what cannot be brought here closes the pipeline, with an error that helps."""
+        try:
+            yield
         except InputError as error:
             self.workers.close()
             raise InputError(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error

@@ -10,7 +10,6 @@ Attributes of public objects that start with an underscore (`_version`, `_parame
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Callable
 from types import BuiltinMethodType
@@ -260,8 +259,7 @@ def forget_source(filename: str) -> None:
     Args:
         filename: that the code says it is from.
     """
-    graph_module._loader.eval_cache.pop(filename, None)
-    linecache.cache.pop(filename, None)
+    graph_module._loader.eval_cache.pop(filename, None)  # linecache only knows where to ask
 
 
 def is_profiling() -> bool:

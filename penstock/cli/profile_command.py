@@ -85,7 +85,7 @@ def command(
     from penstock.devices.allocator import keep_freed_memory
     from penstock.devices.choice import existing_devices, threads_per_worker
     from penstock.display.progress import callback
-    from penstock.planning.planner import with_overheads
+    from penstock.planning.overheads import with_overheads
     from penstock.profile.cache import cached_profiles
     from penstock.profile.measure import SECONDS, with_states
     from penstock.workers.kinds import measuring
@@ -112,7 +112,7 @@ def command(
         )
         costs = with_states(costs, program, named)
     with measuring(workers, there) as backend:
-        costs = with_overheads(costs, there, backend.probe)
+        costs = with_overheads(costs, there, backend.probe, fresh=no_cache)
     show(msgspec.to_builtins(costs), _text(costs, calls), as_json)
     if was_kept:
         talk("measured before; --no-cache measures again")
@@ -194,8 +194,10 @@ def _beside(costs: Profile) -> list[str]:
         longer = f"{' to '.join(ends)} times as long"
         lines.append(f"contention: a micro-batch takes {longer} as on one worker alone")
     if first.launching:
-        ends = sorted({f"{share:.0%}" for share in (min(first.launching), max(first.launching))})
-        lines.append(f"launching: the CPU needs {' to '.join(ends)} of a micro-batch's time for it")
+        ends = [f"{first.launched(rows):.0%}" for rows in (first.rows[-1], first.rows[0])]
+        share = " to ".join(dict.fromkeys(ends))
+        each = _microseconds(first.launching)
+        lines.append(f"launching: {each} of the CPU for a micro-batch, {share} of its time")
     lines += _halves(first)
     return lines
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import suppress
 from typing import Literal
 
 Allocator = Literal["keep", "system"]
@@ -32,3 +33,10 @@ def keep_freed_memory() -> bool:
         return False
     accepted = [mallopt(option, value) == 1 for option, value in _SETTINGS]
     return all(accepted)
+
+
+def give_freed_memory_back() -> None:
+    """Give what this process has freed so far back to the system, where its C library can."""
+    if sys.platform.startswith("linux"):
+        with suppress(AttributeError):  # musl has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)

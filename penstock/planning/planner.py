@@ -7,7 +7,6 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +22,13 @@ from penstock.plan import Plan
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans_on_any
 from penstock.plan.text import advice, launches
-from penstock.planning.pass_overhead import flow_overhead, pass_overhead
+from penstock.planning.overheads import with_overheads
 from penstock.planning.tuning import measured
 from penstock.profile import Profile
 from penstock.profile.cache import cached_profiles
 from penstock.profile.measure import SECONDS, bytes_across, weights_across, with_states
 from penstock.workers.backend import Backend
-from penstock.workers.probe import LinkProbe, with_links
+from penstock.workers.probe import LinkProbe
 from penstock.workers.thread_probe import ThreadProbe
 
 _LOG = logging.getLogger("penstock")
@@ -171,8 +170,6 @@ class Replanning:
         backend: the workers that are to run the new plan, with which links are measured.
         request: what was asked of the plan in use, which is asked of the new one as well.
         progress: as in `Pipeline`.
-        known: the profile of the plan in use, whose links are not measured again; `None` if they
-            are to be.
     """
 
     plan: Plan
@@ -182,7 +179,6 @@ class Replanning:
     backend: Backend
     request: Request
     progress: Progress | None
-    known: Profile | None = None
 
     @property
     def same(self) -> Request:
@@ -211,7 +207,6 @@ class Replanning:
             fresh=fresh,
             threads=backend.threads,
             where=backend.probe,
-            known=self.known,
             progress=self.progress,
         )
 
@@ -364,7 +359,6 @@ def profiles_for(
     fresh: bool = False,
     threads: int = 0,
     where: LinkProbe | None = None,
-    known: Profile | None = None,
     progress: Progress | None = None,
 ) -> list[Profile]:
     """A profile for each of the lists of devices on which what is asked for is possible.
@@ -374,7 +368,6 @@ def profiles_for(
     Args:
         program, args, kwargs, choices, request, limits, seconds, fresh, threads, where,
             progress: as of `plan_for`.
-        known: as of `with_overheads`.
 
     Raises:
         PlanError: there is none.
@@ -414,42 +407,7 @@ def profiles_for(
         costs = [replace_fields(own, travelling=travelling, tied=tied) for own in costs]
     measured_with = where or ThreadProbe()
     pairs = zip(costs, possible, strict=True)
-    return [with_overheads(own, devices, measured_with, known) for own, devices in pairs]
-
-
-def with_overheads(
-    profile: Profile,
-    devices: Sequence[torch.device],
-    where: LinkProbe,
-    known: Profile | None = None,
-) -> Profile:
-    """The profile of calls, with what links, actions and passes take besides.
-
-    Args:
-        profile, devices, where: as of `with_links`.
-        known: a profile of the same kind of workers. If it has all links, they are taken from it.
-
-    Raises:
-        WorkerTimeout: a worker does not answer.
-    """
-    if known is not None and has_links(known, devices):
-        measured = replace_fields(
-            profile,
-            links=known.links,
-            overhead_seconds=known.overhead_seconds,
-            adding_seconds=known.adding_seconds,
-            overlap=known.overlap,
-        )
-    else:
-        measured = with_links(profile, devices, where)
-    overhead = flow_overhead if profile.inference else pass_overhead
-    return replace_fields(measured, pass_seconds=overhead(len(devices)))
-
-
-def has_links(profile: Profile, devices: Sequence[torch.device]) -> bool:
-    """Whether a profile has the links between all neighbours of these devices."""
-    pairs = [f"{one}>{other}" for one, other in pairwise(devices)]
-    return all(pair in profile.links for pair in pairs)
+    return [with_overheads(own, devices, measured_with, fresh=fresh) for own, devices in pairs]
 
 
 def check_possible(

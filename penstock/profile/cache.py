@@ -44,24 +44,36 @@ class ProfileCache:
 
     def get(self, key: str) -> Profile | None:
         """The profile that was put there under this key; `None` if there is none that is whole."""
+        data = self.read(key)
+        try:
+            return None if data is None else Profile.decode(data, "a file of the cache")
+        except InputError:
+            return None
+
+    def put(self, key: str, costs: Profile) -> None:
+        """Keep a profile."""
+        self.write(key, costs.encode())
+
+    def read(self, key: str) -> bytes | None:
+        """What was written under this key, if it is there."""
         if self._directory is None:
             return None
         path = self._path(self._directory, key)
         try:
-            found = Profile.load(path)
-        except InputError:
+            data = path.read_bytes()
+        except OSError:
             return None
         with suppress(OSError):
             os.utime(path)  # the newest are kept
-        return found
+        return data
 
-    def put(self, key: str, costs: Profile) -> None:
-        """Keep a profile; the files that were not used for longest go."""
+    def write(self, key: str, data: bytes) -> None:
+        """Keep something under this key; the files that were not used for longest go."""
         if self._directory is None:
             return
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(self._directory, key), costs.encode())
+            write_whole(self._path(self._directory, key), data)
             own = (path for path in self._directory.iterdir() if _OURS.fullmatch(path.name))
             files = sorted(own, key=lambda path: path.stat().st_mtime)
             for path in files[:-_MOST_FILES]:
@@ -162,9 +174,7 @@ def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) 
     """
     model = program.model
     described = [
-        *("penstock", penstock.__version__, VERSION, "torch", str(torch.__version__)),
-        _MEASURED,
-        *(_machine(), *TorchSettings.here().precisions),
+        *TorchSettings.here().precisions,
         *(f"{device} {dtype}" for device, dtype in ambient().casting),
         torch.are_deterministic_algorithms_enabled(),
         program.fingerprint,
@@ -174,7 +184,14 @@ def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) 
         [_describe(leaf) for leaf in leaves],
         settings,
     ]
-    return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:32]
+    return hashed(described)
+
+
+def hashed(described: Sequence[Any]) -> str:
+    """A name for what is described, as this version measures it on this machine."""
+    of_here = ["penstock", penstock.__version__, VERSION, "torch", str(torch.__version__)]
+    every = [*of_here, _MEASURED, _machine(), *described]
+    return hashlib.sha256(msgspec.json.encode(every)).hexdigest()[:32]
 
 
 _PLAIN = (bool, int, float, str)

@@ -74,9 +74,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             while all workers of this kind are at work as on one alone, which has the memory and the
             interpreter to itself. Empty means 1.
         added_per_second: bytes of gradients that are added to others; about one core's by default.
-        launching: `launching[k]`, the part of the time of a micro-batch of `rows[k]` in which the
-            CPU still launches what the device is to do, from 0 to 1. Near 1 the device waits for
-            the CPU. Empty for CPUs.
+        launching: seconds in which the CPU launches what the device is to do for a micro-batch; 0
+            for CPUs. They hardly depend on its rows, and are the least of those of all sizes, as
+            the CPU may also wait for the device there.
     """
 
     kind: str
@@ -88,10 +88,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     halving: tuple[float, ...] = ()
     contention: tuple[float, ...] = ()
     added_per_second: float = ADDED_PER_SECOND
-    launching: tuple[float, ...] = ()
+    launching: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "weight", "halving", "contention", "launching"):
+        for name in ("forward", "backward", "weight", "halving", "contention"):
             lines = len(getattr(self, name))
             optional = name not in ("forward", "backward")
             if lines != len(self.rows) and (lines or not optional):
@@ -132,14 +132,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return np.asarray(weight * (_at(rows, self.rows, self.halving) / max(weight.sum(), 1e-12)))
 
     def launched(self, rows: float) -> float:
-        """The part of a micro-batch's time in which the CPU launches it, from 0 to 1.
-
-        That of the nearest size that was measured.
-        """
-        if not self.launching:
-            return 0.0
-        nearest = min(range(len(self.rows)), key=lambda k: abs(self.rows[k] - rows))
-        return self.launching[nearest]
+        """The part of a micro-batch's time in which the CPU launches it, from 0 to 1."""
+        total = float(sum(map(sum, self.seconds(rows))))
+        return min(1.0, self.launching / total) if total else 0.0
 
     def alone(self) -> DeviceProfile:
         """The costs on a worker while no other is at work."""
@@ -356,7 +351,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Raises:
             InputError: there is no such file, it is not a profile, or one of another version.
         """
-        content = read_whole(path, "profile")
+        return cls.decode(read_whole(path, "profile"), os.fspath(path))
+
+    @classmethod
+    def decode(cls, content: bytes, path: str) -> Profile:
+        """The profile that `encode` made into these bytes; `path` names them in errors.
+
+        Raises:
+            InputError: as of `load`.
+        """
         if what_is(content) == "plan":
             raise InputError(f"{path} is a plan; give the profile that it was made from")
         try:

@@ -141,7 +141,7 @@ def _faster(kind: DeviceProfile, machine: Machine) -> DeviceProfile:
         weight=scaled(kind.weight),
         halving=tuple(seconds / machine.speed for seconds in kind.halving),
         added_per_second=kind.added_per_second * machine.speed,
-        launching=(),  # of another CPU
+        launching=0.0,  # of another CPU
     )
 
 

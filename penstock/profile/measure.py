@@ -389,10 +389,10 @@ def device_profile(
     )
 
 
-def _launching(timings: Mapping[int, Sequence[Timing]]) -> tuple[float, ...]:
+def _launching(timings: Mapping[int, Sequence[Timing]]) -> float:
     """See `DeviceProfile`."""
-    known = [[t.launching for t in p if t.launching is not None] for p in timings.values()]
-    return tuple(map(statistics.median, known)) if all(known) else ()
+    known = (t.launching for passes in timings.values() for t in passes)
+    return min((seconds for seconds in known if seconds is not None), default=0.0)
 
 
 def _halving(

@@ -269,7 +269,7 @@ class _Member:
             if brief:
                 self._whole(values, sizes)  # memory settles
                 wholes = [self._whole(values, sizes)]
-                yield Timing([], [], wholes, launching=self._launching(values, sizes))
+                yield Timing([], [], wholes)
                 return
             wholes, launched = self._warmed_up(values, sizes), self._launching(values, sizes)
             yield replace(

@@ -25,8 +25,8 @@ class Timing:
         wholes: forward and backward of the whole program, as it will run.
         shares: of every call the part of its backward that is for its weights alone and can be
             put off, from 0 to 1; `None` in passes that do not measure it.
-        launching: the part of the whole program's time in which the CPU still gives the device
-            work, from 0 to 1; `None` in passes that do not measure it, as on CPUs.
+        launching: seconds in which the CPU gives the device the work of the whole program; `None`
+            in passes that do not measure it, as on CPUs.
     """
 
     forward: list[float]
@@ -96,11 +96,10 @@ def _between(begin: Moment | float, end: Moment | float) -> float:
 
 
 def launching(work: Callable[[], object], device: torch.device) -> float:
-    """The part of the time of some work in which the CPU gives it to the device, from 0 to 1."""
+    """Seconds in which the CPU gives some work to the device, which has nothing else to do."""
     begun = now(device)
     work()
-    given = time.perf_counter()
-    return (given - begun) / (now(device) - begun)
+    return time.perf_counter() - begun
 
 
 def roots_of(results: Sequence[Any]) -> list[torch.Tensor]:

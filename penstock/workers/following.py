@@ -24,7 +24,7 @@ _VERSION = attrgetter("_version")
 AttributeChanges = Mapping[int, Mapping[str, Any]]
 """For modules, by their number, the attributes that are others now; `MISSING` for those gone."""
 
-_News = dict[int, dict[str, Any]]
+_Changes = dict[int, dict[str, Any]]
 
 
 class Unchanged:
@@ -102,8 +102,8 @@ class Following:
         self._shares = shares
         self._vars: list[dict[str, Any]] = []
         self._known: list[dict[str, Any]] = []
-        self._unsure: _News = {}  # sent, but perhaps lost
-        self._again: _News = {}  # lost, perhaps, and not yet sent again
+        self._unsure: _Changes = {}  # sent, but perhaps lost
+        self._again: _Changes = {}  # lost, perhaps, and not yet sent again
         self._expected: list[Any] = []  # what is compared before every pass
         self._gather()
 
@@ -220,8 +220,8 @@ class Following:
         self._again, self._unsure = _merged(self._again, self._unsure), {}
 
 
-def _merged(older: _News, newer: _News) -> _News:
-    """News of both, by module and attribute; where both have one, the newer value."""
+def _merged(older: _Changes, newer: _Changes) -> _Changes:
+    """Changes of both, by module and attribute; where both have one, the newer value."""
     return {n: {**older.get(n, {}), **newer.get(n, {})} for n in {**older, **newer}}
 
 

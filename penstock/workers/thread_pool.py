@@ -23,11 +23,11 @@ _GRACE = 5.0  # seconds that workers have to notice that a step was given up
 _FRAMES = 4  # of the stack of a worker that is late
 
 
-class Ringing(Dispatch):
+class Waking(Dispatch):
     """A dispatch whose workers ring: the last one that is done, and each that fails.
 
     The results do not travel through the queue: a Ctrl-C that arrives just as the queue gives
-    something out would lose it. The queue only rings.
+    something out would lose it. The queue only wakes.
     """
 
     def __init__(self, number: int, count: int) -> None:
@@ -42,7 +42,7 @@ class Ringing(Dispatch):
             self.wakeup.put(None)
 
 
-_Order = tuple[Job, Ringing]
+_Order = tuple[Job, Waking]
 
 
 class ThreadPool(Pool):
@@ -103,7 +103,7 @@ class ThreadPool(Pool):
         return super().start(jobs, timeout, whole)
 
     def _dispatch(self, number: int) -> Dispatch:
-        return Ringing(number, self._count)
+        return Waking(number, self._count)
 
     def _give(self, worker: int, job: Job, current: Dispatch) -> None:
         self._inboxes[worker].put((job, current))  # type: ignore[arg-type]

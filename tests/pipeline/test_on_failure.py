@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -696,3 +697,29 @@ def test_another_dies_as_one_was_asked_to_end(tmp_path: Path, way: str) -> None:
     pipe = check(tmp_path, events, devices=devices, on_failure=way, timeout=60)
     assert len(pipe.members) == (3 if way == "replace" else 1)
     assert "was killed by SIGKILL" in pipe.history().events[0].what
+
+
+def test_what_cannot_be_handed_over_is_said(tmp_path: Path) -> None:
+    def keep(module: nn.Module, *_: Any) -> None:
+        if os.getpid() != driver:
+            module.held = threading.Lock()  # type: ignore[assignment]
+
+    driver, model = os.getpid(), built(tmp_path)
+    model.layers[5].register_forward_hook(keep)
+    with ps.Pipeline(
+        *(model, (X,)),
+        devices=["cpu"] * 2,
+        replicas=1,
+        workers="processes",
+        on_failure="replace",
+        num_microbatches=COUNT,
+        audit=None,
+    ) as pipe:
+        send(1, signal.SIGTERM)(pipe)
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        counted = pipe.random_state()
+        with pytest.raises(ps.InputError, match="The pipeline is closed"):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        assert pipe.random_state() == counted
+        with pytest.raises(ps.ClosedError):
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
 import threading
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from penstock.comparison.reference import run_with_threads
 from penstock.observe.charts import history_chart
 from penstock.observe.findings import Findings
 from penstock.plan.plan import Plan
-from penstock.planning import planner
+from penstock.planning import overheads, planner
 from penstock.planning.pass_overhead import pass_overhead
 from penstock.training.scaling import PipelineScaler
 from penstock.workers.backend import Role
@@ -258,13 +259,15 @@ def test_members_say_who_is_there(workers: ps.Kind) -> None:
 def test_processes_go_on_and_only_those_that_are_missing_start(way: OnFailure) -> None:
     run = Run(replicas=1, workers="processes", devices=["cpu"] * 3, on_failure=way)
     present = [m.pid for m in run.pipe.members]
+    waiting = [p.popen.pid for p in run.pipe._workers._pool._spares]  # type: ignore[attr-defined]
     run.steps(1)
     assert run.pipe.resize(["cpu"])
     assert [m.pid for m in run.pipe.members] == present[:1]
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in present[2:])
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in present[1:])
     run.steps(1)
     spares = [p.popen.pid for p in run.pipe._workers._pool._spares]  # type: ignore[attr-defined]
     assert len(spares) == (way == "replace")
+    assert spares == waiting  # which has nothing of a model
     assert run.pipe.resize(["cpu"] * 2)
     assert [m.pid for m in run.pipe.members][: 1 + len(spares)] == [present[0], *spares]
     run.steps(1)
@@ -275,20 +278,44 @@ def test_processes_go_on_and_only_those_that_are_missing_start(way: OnFailure) -
     assert not any(os.path.exists(f"/proc/{pid}") for pid in every)
 
 
+@pytest.mark.parametrize("way", ["raise", "replace", "continue"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_dies_as_it_goes_on_among_others(
+    way: OnFailure, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(replicas=1, workers="processes", threads_per_worker=1, on_failure=way)
+    run.steps(1)
+    victims = [run.pipe.members[0].pid]
+    enter = ProcessBackend._enter
+
+    def killed(backend: ProcessBackend) -> None:
+        while victims:
+            os.kill(victims.pop(), signal.SIGKILL)
+        enter(backend)
+
+    monkeypatch.setattr(ProcessBackend, "_enter", killed)
+    assert run.pipe.resize(["cpu"] * count)
+    assert not victims
+    assert len(run.pipe.members) == count
+    run.steps(1)
+    assert different(run.end(), run_with_threads(lambda: plain(2), 1, 60)) == []
+
+
 def test_links_are_measured_again_only_by_replan(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    real = planner.with_links
+    real = overheads.with_links
 
     def noted(*given: Any) -> Any:
         measured.append(given[1])
         return real(*given)
 
-    monkeypatch.setattr(planner, "with_links", noted)
+    monkeypatch.setattr(overheads, "with_links", noted)
     run = Run(replicas=1, workers="processes")
+    before = len(measured)  # none if another test has measured it
     run.pipe.resize(["cpu"] * 3)
-    assert len(measured) == 1
+    assert len(measured) == before
     run.pipe.replan()
-    assert len(measured) == 2
+    assert len(measured) == before + 1
     run.pipe.close()
 
 

@@ -11,7 +11,7 @@ import torch
 import penstock as ps
 from penstock.plan.request import Request
 from penstock.plan.whatif import WhatIf, what_if_planned
-from penstock.planning import planner
+from penstock.planning import overheads, planner
 from penstock.planning.pass_overhead import flow_overhead, pass_overhead
 from tests.plan.test_replicated import profile
 from tests.support.models import mlp
@@ -69,7 +69,7 @@ def test_all_that_is_predicted_takes_as_much_longer(replicas: object) -> None:
 
 
 def test_it_is_part_of_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "pass_overhead", lambda workers: 100.0 * workers)
+    monkeypatch.setattr(overheads, "pass_overhead", lambda workers: 100.0 * workers)
     program = ps.capture(mlp(8, 8, 8), (X,))
     devices = [torch.device("cpu")] * 2
     chosen = planner.plan_for(program, choices=[devices], request=Request(replicas=2), seconds=0.1)

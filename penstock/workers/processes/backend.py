@@ -106,6 +106,8 @@ class ProcessBackend(DrivenBackend):
 
     def wait(self, progress: Progress | None) -> None:
         """Until they have started, and imported what they need."""
+        if not len(self._pool):
+            return
         what = f"starting {len(self._pool)} worker processes"
         if progress:
             progress(0, 1, what)
@@ -133,10 +135,11 @@ class ProcessBackend(DrivenBackend):
         among them, as far as they are needed.
         """
         check_separate(model)
-        if len(self._pool) != len(plan.devices) or self._staying:
-            staying, self._staying = self._staying, ProcessSurvivors()
-            every = staying.joined_by(self._pool.survivors())
-            self._pool = self._pool_of(len(plan.devices), every, self._spares)
+        pool, count = self._pool, len(plan.devices)
+        if self._staying or (len(pool), pool.spares) != (count, self._spares):
+            every = self._staying.joined_by(pool.survivors())
+            self._pool = self._pool_of(count, every, self._spares)
+            self._staying = ProcessSurvivors()
         self._enter()
         devices = self.in_order(plan)
         kinds = [kind_of(device) for device in with_streams(devices)]

@@ -15,6 +15,7 @@ from penstock.board.activity import STARTING, UPDATING
 from penstock.board.memory import Board
 from penstock.capture.calls import Sizes
 from penstock.capture.randomness import Key
+from penstock.devices.allocator import give_freed_memory_back
 from penstock.devices.settings import TorchSettings
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
@@ -63,6 +64,7 @@ class Enter:
         own.enter(self.worker, Board(self.workers, own.granted(self.board)).records[self.worker])
         gc.unfreeze()
         gc.collect()
+        give_freed_memory_back()
 
 
 @dataclass(frozen=True)

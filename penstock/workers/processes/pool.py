@@ -152,12 +152,14 @@ class ProcessSurvivors:
         processes: that wait for jobs.
         dispatches: how many they have seen.
         grants: how many they were sent.
+        unused: how many of the last ones have never had a plan.
         memories: where the driver's tensors are that they have shared, by id.
     """
 
     processes: list[_Process] = field(default_factory=list)
     dispatches: int = 0
     grants: int = 0
+    unused: int = 0
     memories: Mapping[int, SharedLocation] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -169,6 +171,7 @@ class ProcessSurvivors:
             [*self.processes, *others.processes],
             max(self.dispatches, others.dispatches),
             max(self.grants, others.grants),
+            self.unused + len(others),
             self.memories,
         )
 
@@ -229,8 +232,10 @@ class ProcessPool(Pool):
         if survivors is not None:
             self._dispatches, self._grants = survivors.dispatches, survivors.grants
             self._processes += survivors.processes[:count]
-            self._spares += survivors.processes[count:][:spares]
-            survivors.processes = survivors.processes[count:][spares:]
+            rest = survivors.processes[count:]
+            kept = min(spares, survivors.unused, len(rest))  # others have what they had
+            self._spares += rest[len(rest) - kept :]
+            survivors.processes = rest[: len(rest) - kept]
             survivors.close()
         self.old = range(len(self._processes))
         try:
@@ -264,12 +269,13 @@ class ProcessPool(Pool):
         able = [process for worker, process in enumerate(every) if self._is_able(worker)]
         leaving = [every[worker] for worker in self.leaving if every[worker] in able]
         going_on = [process for process in able if process not in leaving]
-        going_on += [process for process in self._spares if not process.has_ended()]
+        unused = [process for process in self._spares if not process.has_ended()]
+        going_on += unused
         if self._finalizer.detach() is not None:
             left = [p for p in (*every, *self._spares) if p not in (*going_on, *leaving)]
             _dismiss(left, 0.0)
             _dismiss(leaving, _LEAVE)
-        return ProcessSurvivors(going_on, self._dispatches, self._grants)
+        return ProcessSurvivors(going_on, self._dispatches, self._grants, len(unused))
 
     def _is_able(self, worker: int) -> bool:
         process, idle = self._processes[worker], self.activity(worker).is_idle

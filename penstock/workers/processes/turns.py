@@ -2,7 +2,7 @@
 
 For each `SharedTurns` there is one integer a replica: the first of its own numbers that is not
 done. So a number's turn has come when those of all other replicas are not below it. Whoever gets
-further rings: it writes a byte to a pipe of each of the others, who read it when they wait.
+further wakes them: it writes a byte to a pipe of each of the others, who read it when they wait.
 """
 
 from __future__ import annotations

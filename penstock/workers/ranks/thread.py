@@ -15,7 +15,7 @@ from penstock.errors import BY_USER, WorkerTimeout
 from penstock.links.local import Aborted
 from penstock.links.wire import Wire, polling, spin
 from penstock.workers.pool import Dispatch, JobResult
-from penstock.workers.thread_pool import Ringing, ThreadPool
+from penstock.workers.thread_pool import ThreadPool, Waking
 
 _SLICE = 1.0  # seconds that are waited at once
 _GRACE = 5.0  # seconds that the thread has to end
@@ -65,7 +65,7 @@ class RankThread(ThreadPool):
         self._drained(self.wakeup)  # first: what is signalled after this is seen
         return not current.waits_for
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Let who waits for a pass look again; may be called from any thread."""
         if self.wakeup >= 0:
             os.eventfd_write(self.wakeup, 1)
@@ -162,7 +162,7 @@ class RankThread(ThreadPool):
         return self._pollers[fd]
 
 
-class _WithWakeup(Ringing):
+class _WithWakeup(Waking):
     """A dispatch that also makes a file descriptor readable when it is done.
 
     Args:

@@ -47,7 +47,7 @@ class DriverModel:
         self._unsure: dict[int, _Draft] = {}  # by place: sent, but perhaps lost
         self._again: dict[int, _Draft] = {}  # lost, perhaps, and not yet sent again
         self.stale: set[int] = set()
-        self._has_news = False  # of which no copy is to be made yet
+        self._has_changes = False  # of which no copy is to be made yet
         self._is_closed = False
         self._is_sending = False
         hook = StateHook(model, self.check_read)
@@ -196,7 +196,7 @@ class DriverModel:
             place = self._places[number]
             if place is not None and isinstance(tensor, nn.Parameter):
                 self._look_at(number, tensor, drafts[place])
-        self._has_news |= any(drafts)
+        self._has_changes |= any(drafts)
         for place, draft in enumerate(drafts):
             self._unsure.setdefault(place, _Draft()).update(draft)
         self._again = {}
@@ -233,9 +233,9 @@ class DriverModel:
             older.update(draft)
         self._unsure.clear()
 
-    def has_changes(self) -> bool:
+    def take_changed(self) -> bool:
         """Whether something is sent to workers that no copy of theirs has; asked once."""
-        had, self._has_news = self._has_news, False
+        had, self._has_changes = self._has_changes, False
         return had
 
     # -- what workers have done to them -----------------------------------------------------
@@ -353,7 +353,7 @@ class DriverModel:
 
 
 class _Draft:
-    """News of one place that are being gathered."""
+    """Changes of one place that are being gathered."""
 
     def __init__(self) -> None:
         self.values: dict[int, torch.Tensor] = {}

@@ -82,7 +82,7 @@ class ActorRank(RankWorkers):
     def interrupt(self) -> None:
         """Have the pass that is waited for given up; called from another thread."""
         self._is_given_up = True
-        self._thread.ring()
+        self._thread.wake()
 
     def _own(self, current: Dispatch) -> Outcome:
         """What has come of this rank's part.

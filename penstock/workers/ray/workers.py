@@ -395,7 +395,7 @@ class RayWorkers(DrivenWorkers):
         Args:
             changes: whether the workers have something else after it, besides what they are sent.
         """
-        has_changes = self._model.has_changes()
+        has_changes = self._model.take_changed()
         if self._copying is None or not (changes or has_changes):
             return None
         return self._copying.next()
@@ -539,7 +539,7 @@ class RayWorkers(DrivenWorkers):
         self._parts.add(parts)
         return parts
 
-    def _with_news(self, job: Callable[[TensorChanges], Job]) -> list[Any]:
+    def _with_changes(self, job: Callable[[TensorChanges], Job]) -> list[Any]:
         """For every worker a job that comes with the changes of its tensors."""
         return self._of_places([job(changes) for changes in self._changes()])
 
@@ -562,7 +562,7 @@ class RayWorkers(DrivenWorkers):
         """As `torch.nn.utils.clip_grad_norm_` over the gradients of all workers; the same bits."""
         numbers = self._known(parameters)
         found: list[torch.Tensor] = self._run(
-            self._with_news(lambda changes: Clip(numbers, clipping, changes)), changes=True
+            self._with_changes(lambda changes: Clip(numbers, clipping, changes)), changes=True
         )
         return found[0]
 
@@ -578,7 +578,7 @@ class RayWorkers(DrivenWorkers):
     ) -> None:
         """As `torch.nn.utils.clip_grad_value_`."""
         numbers = self._known(parameters)
-        jobs = self._with_news(lambda changes: ClipValue(numbers, clip_value, foreach, changes))
+        jobs = self._with_changes(lambda changes: ClipValue(numbers, clip_value, foreach, changes))
         self._run(jobs, changes=True)
 
     def unscale(
@@ -590,7 +590,7 @@ class RayWorkers(DrivenWorkers):
     ) -> list[torch.Tensor]:
         """Divide the workers' gradients by the scale of a loss scaler."""
         numbers = self._known(parameters)
-        jobs = self._with_news(lambda changes: Unscale(numbers, inverse, allows_half, changes))
+        jobs = self._with_changes(lambda changes: Unscale(numbers, inverse, allows_half, changes))
         found = self._run(jobs, changes=True)
         return [scalar for own in found for scalar in own]
 
@@ -657,7 +657,7 @@ class RayWorkers(DrivenWorkers):
     def save(self, save: SaveOrder) -> list[Part]:
         """Have every worker write its part of a checkpoint, and this process what is left."""
         save.check_remote(self._parts)
-        self._run(self._with_news(Update))
+        self._run(self._with_changes(Update))
         return self._write(save, _At(self._model))
 
     # -- what they remember ---------------------------------------------------------------

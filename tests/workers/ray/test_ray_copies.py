@@ -340,19 +340,19 @@ def test_what_the_script_has_done_since_a_copy_stays_done() -> None:
     driver.deliveries([list(model.parameters())])
     weight, bias = model.weight, model.bias
     driver.changes(1)
-    assert not driver.has_changes()
+    assert not driver.take_changed()
     with torch.no_grad():
         bias.fill_(3.0)
     weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
     driver.changes(1)
-    assert driver.has_changes()
-    assert not driver.has_changes()  # a copy has it now
+    assert driver.take_changed()
+    assert not driver.take_changed()  # a copy has it now
     driver.resend()  # or has not: the work failed after which it is made
     driver.changes(1)
-    assert driver.has_changes()
+    assert driver.take_changed()
     driver.confirm()
     driver.changes(1)
-    assert not driver.has_changes()
+    assert not driver.take_changed()
     driver.has_changed([weight])
     with torch.no_grad():
         weight.grad.zero_()
