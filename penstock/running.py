@@ -60,7 +60,6 @@ from penstock.workers.kinds import WorkerOptions
 from penstock.workers.members import Membership
 from penstock.workers.memories import SideEffects
 from penstock.workers.placement import place
-from penstock.workers.processes.backend import ProcessProbe
 
 _DEATHS = 3
 """How often others take over for workers that have ended at the same work."""
@@ -316,10 +315,12 @@ class Running:
         self.runner.steps.kept.happened(f"measured again, and the plan stays: {plan.summary}")
 
     def _knows_links(self, chosen: WorkerOptions) -> bool:
-        """Whether it is known what links between these worker processes take."""
-        if chosen.workers != "processes" or chosen.devices is None:
+        """Whether it is known what links between such workers on these devices take."""
+        if chosen.devices is None:
             return False
-        return are_known(existing_devices(chosen.devices), ProcessProbe, self.threads)
+        return are_known(
+            existing_devices(chosen.devices), self.workers.members[0].kind, self.threads
+        )
 
     def _switch(self, backend: Backend, plan: Plan, afresh: WorkerOptions | None) -> None:
         """Stop the workers and start others; if that fails, start those again that were there.

@@ -46,7 +46,7 @@ def with_overheads(
     Raises:
         WorkerTimeout: a worker does not answer.
     """
-    kept, key = cache or ProfileCache(), _key(devices, type(where), profile.threads)
+    kept, key = cache or ProfileCache(), _key(devices, where.kind, profile.threads)
     found = None if fresh else _read(kept, key)
     if found is None:
         measured = with_links(profile, devices, where)
@@ -57,20 +57,20 @@ def with_overheads(
     return replace_fields(profile, **msgspec.structs.asdict(found), pass_seconds=seconds)
 
 
-def are_known(devices: Sequence[torch.device], where: type[LinkProbe], threads: int) -> bool:
+def are_known(devices: Sequence[torch.device], kind: str, threads: int) -> bool:
     """Whether nothing has to be measured with workers; the arguments are those of a pipeline.
 
     Args:
         devices: of its workers.
-        where: the kind of what measures.
+        kind: theirs, as of `LinkProbe`.
         threads: intra-op threads of each CPU worker.
     """
-    return len(devices) < 2 or _read(ProfileCache(), _key(devices, where, threads)) is not None
+    return len(devices) < 2 or _read(ProfileCache(), _key(devices, kind, threads)) is not None
 
 
-def _key(devices: Sequence[torch.device], where: type[LinkProbe], threads: int) -> str:
+def _key(devices: Sequence[torch.device], kind: str, threads: int) -> str:
     pairs = sorted({f"{one}>{other}" for one, other in pairwise(devices)})
-    return hashed(["overheads", where.__name__, pairs, threads])
+    return hashed(["overheads", kind, pairs, threads])
 
 
 def _read(cache: ProfileCache, key: str) -> Overheads | None:

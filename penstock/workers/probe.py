@@ -42,8 +42,13 @@ class LinkProbe(Protocol):
     """Where it is measured: workers of one kind, before they have a plan.
 
     Attributes:
+        kind: of the workers, as of `Member`.
         overlaps: whether a worker goes on while what it sends is under way.
     """
+
+    @property
+    def kind(self) -> str:
+        """Of the workers, as of `Member`."""
 
     @property
     def overlaps(self) -> bool:

@@ -18,6 +18,7 @@ _TIMEOUT = 10.0  # seconds that measuring a link may take
 class ThreadProbe:
     """Threads, which are made for the purpose."""
 
+    kind = "thread"
     overlaps = True
 
     def copies(self, one: torch.device, other: torch.device) -> bool:

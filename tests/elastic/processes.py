@@ -221,7 +221,7 @@ class _Happening:
             return workers < MOST
         if kind == "leaves":
             return workers > 1
-        if kind.startswith("two") and self._outcome.workers == "ray":
+        if kind.startswith("two") and (workers < 2 or self._outcome.workers == "ray"):
             return False
         if self._outcome.workers == "ray" and workers == 1:
             return False

@@ -69,7 +69,11 @@ RUN_WHAT_IS_HANDED = {
     ("training/optimizer.py", "PipelineOptimizer"),  # hands its steps to that
     ("comparison/reference.py", "run_with_threads"),
 }
-HOOKS = {("steps.py", "note_optimizers"), ("steps.py", "_kept_here")}
+HOOKS = {
+    ("steps.py", "note_optimizers"),
+    ("steps.py", "_kept_here"),
+    ("running.py", "_sampling"),  # asked every few seconds what workers hold
+}
 
 
 def height(where: Place) -> int:

@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 class Probe:
     """Says what it is asked for, and counts how often; every answer is another one."""
 
+    kind = "one"
     overlaps = True
 
     def __init__(self) -> None:
@@ -44,6 +45,8 @@ class Probe:
 
 class OtherProbe(Probe):
     """Workers of another kind."""
+
+    kind = "another"
 
 
 @pytest.fixture
@@ -112,10 +115,10 @@ def test_a_file_that_is_broken_is_as_good_as_none(cache: ProfileCache, tmp_path:
 
 def test_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    assert not are_known([CPU] * 2, Probe, 1)
+    assert not are_known([CPU] * 2, "one", 1)
     measured(Probe(), ProfileCache())
-    assert are_known([CPU] * 2, Probe, 1)
-    assert are_known([CPU] * 5, Probe, 1)
-    assert are_known([CPU], OtherProbe, 1)
-    assert not are_known([CPU] * 2, Probe, 2)
-    assert not are_known([CPU] * 2, OtherProbe, 1)
+    assert are_known([CPU] * 2, "one", 1)
+    assert are_known([CPU] * 5, "one", 1)
+    assert are_known([CPU], "another", 1)
+    assert not are_known([CPU] * 2, "one", 2)
+    assert not are_known([CPU] * 2, "another", 1)

@@ -56,8 +56,8 @@ def test_no_two_have_the_same_name() -> None:
 
 
 def test_a_wrong_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "_check_sizes", lambda self, leaves: None)
-    monkeypatch.setattr(_Recording, "has_seen", lambda self, sizes: True)
+    monkeypatch.setattr(Recorder, "_check_sizes", lambda *_: None)
+    monkeypatch.setattr(_Recording, "has_seen", lambda *_: True)
     assert check(PLAIN["Experts"], everything=False).status == "wrong"
 
 

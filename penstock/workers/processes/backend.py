@@ -166,6 +166,7 @@ class ProcessProbe:
     """Worker processes that have no plan yet; links are measured between the first two."""
 
     pool: ProcessPool
+    kind = "process"
     overlaps = False  # the sender copies
 
     def copies(self, one: torch.device, other: torch.device) -> bool:

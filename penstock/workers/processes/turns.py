@@ -34,9 +34,7 @@ class Wakeups(NamedTuple):
     def wake(self) -> None:
         """Let the others look how far everybody is."""
         for other in self.others:
-            with contextlib.suppress(
-                BlockingIOError, BrokenPipeError
-            ):  # it is awake already; is gone
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is awake; it is gone
                 os.write(other, b"\0")
 
     def close(self) -> None:
