@@ -706,15 +706,7 @@ def test_what_cannot_be_handed_over_is_said(tmp_path: Path) -> None:
 
     driver, model = os.getpid(), built(tmp_path)
     model.layers[5].register_forward_hook(keep)
-    with ps.Pipeline(
-        *(model, (X,)),
-        devices=["cpu"] * 2,
-        replicas=1,
-        workers="processes",
-        on_failure="replace",
-        num_microbatches=COUNT,
-        audit=None,
-    ) as pipe:
+    with surviving(model, X) as pipe:
         send(1, signal.SIGTERM)(pipe)
         pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
         counted = pipe.random_state()

@@ -31,6 +31,7 @@ from penstock.training.scaling import PipelineScaler
 from penstock.workers.backend import Role
 from penstock.workers.kinds import OnFailure
 from penstock.workers.processes.backend import ProcessBackend
+from penstock.workers.processes.pool import ProcessPool
 from penstock.workers.threads.backend import ThreadBackend
 
 X, Y = torch.randn(24, 32), torch.randn(24, 32)
@@ -297,6 +298,27 @@ def test_one_dies_as_it_goes_on_among_others(
     assert run.pipe.resize(["cpu"] * count)
     assert not victims
     assert len(run.pipe.members) == count
+    run.steps(1)
+    assert different(run.end(), run_with_threads(lambda: plain(2), 1, 60)) == []
+
+
+def test_a_ctrl_c_as_processes_go_on_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(replicas=1, workers="processes", threads_per_worker=1)
+    run.steps(1)
+    present, plan = [m.pid for m in run.pipe.members], run.pipe.plan
+    survivors = ProcessPool.survivors
+
+    def interrupted(pool: ProcessPool) -> Any:
+        found = survivors(pool)
+        if len(found) == len(present):
+            os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(ProcessPool, "survivors", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.pipe.resize(["cpu"] * 3)
+    assert run.pipe.plan.layout == plan.layout
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in present)  # others are in their places
     run.steps(1)
     assert different(run.end(), run_with_threads(lambda: plain(2), 1, 60)) == []
 
