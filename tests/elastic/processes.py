@@ -155,6 +155,7 @@ class _Happening:
     def __init__(self, outcome: Outcome, rng: random.Random, task: Task) -> None:
         self._outcome, self._rng, self._task = outcome, rng, task
         self._pids: set[int] = set()
+        self._gone: set[int] = set()  # that were killed, or asked to end, or soon will be
         self._times: list[float] = []
 
     def train(self, events: int) -> dict[str, torch.Tensor]:
@@ -199,34 +200,38 @@ class _Happening:
         """The workers' processes that have not ended."""
         return [pid for pid in self._pids if Path(f"/proc/{pid}").exists()]
 
-    def _event(self, pipe: ps.Pipeline, step: int) -> Event:
-        """Have something happen, now or in a moment."""
-        rng, members = self._rng, list(pipe.members)
-        what = rng.choice([kind for kind in _KINDS if self._is_possible(kind, len(members))])
-        event = Event(what, step, len(members))
+    def _event(self, pipe: ps.Pipeline, step: int) -> Event | None:
+        """Have something happen, now or in a moment, if anything can."""
+        rng, count = self._rng, len(pipe.members)
+        members = [member for member in pipe.members if member.pid not in self._gone]
+        kinds = [kind for kind in _KINDS if self._is_possible(kind, count, len(members))]
+        if not kinds:
+            return None
+        what = rng.choice(kinds)
+        event = Event(what, step, count)
         self._outcome.events.append(event)
         if what in ("joins", "leaves"):
             more = 1 if what == "joins" else -1
-            pipe.resize(["cpu"] * (len(members) + more), progress=None)
+            pipe.resize(["cpu"] * (count + more), progress=None)
             return event
         victims = rng.sample(members, 2 if what.startswith("two") else 1)
+        self._gone.update(member.pid for member in victims)
         number = signal.Signals[what.split()[-1]]
         moment = rng.uniform(0.0, 1.2) * statistics.median(self._times[-20:] or [0.01])
         timer = threading.Timer(moment, self._send, ([m.pid for m in victims], number))
         timer.start()
         return event
 
-    def _is_possible(self, kind: str, workers: int) -> bool:
+    def _is_possible(self, kind: str, count: int, safe: int) -> bool:
+        """Whether something can happen to so many workers, of whom so many are not to end yet."""
         if kind == "joins":
-            return workers < MOST
+            return count < MOST
         if kind == "leaves":
-            return workers > 1
-        if kind.startswith("two") and (workers < 2 or self._outcome.workers == "ray"):
+            return safe > 1
+        if kind.startswith("two") and self._outcome.workers == "ray":
             return False
-        if self._outcome.workers == "ray" and workers == 1:
-            return False
-        is_safe = self._outcome.on_failure == "replace"
-        return is_safe or workers > (2 if kind.startswith("two") else 1)
+        others = self._outcome.on_failure == "continue" or self._outcome.workers == "ray"
+        return safe >= (2 if kind.startswith("two") else 1) + others
 
     def _send(self, pids: Sequence[int], number: signal.Signals) -> None:
         for pid in pids:

@@ -699,6 +699,16 @@ def test_another_dies_as_one_was_asked_to_end(tmp_path: Path, way: str) -> None:
     assert "was killed by SIGKILL" in pipe.history().events[0].what
 
 
+def test_the_only_one_that_is_left_was_asked_to_end(tmp_path: Path) -> None:
+    """It takes over for a moment, and hands over to a new one before the next pass."""
+    events = {2: send(0, signal.SIGTERM), 3: send(1)}
+    pipe = check(tmp_path, events, on_failure="continue", timeout=60)
+    died, left = (event.what for event in pipe.history().events)
+    assert "was killed by SIGKILL" in died
+    assert "a worker was asked to end (SIGTERM)" in left
+    assert len(pipe.members) == 1
+
+
 def test_what_cannot_be_handed_over_is_said(tmp_path: Path) -> None:
     def keep(module: nn.Module, *_: Any) -> None:
         if os.getpid() != driver:

@@ -263,11 +263,14 @@ class ProcessPool(Pool):
         """Take the processes that can go on in another pool; the others are ended, and this one is.
 
         One that does not wait for a job, or that was interrupted in the midst of a message, cannot.
+        One that was asked to end goes on for a while if some have died and nobody else is left.
         """
         self._closed_because = self._closed_because or "its processes have gone to another pool"
         every = list(self._processes)
         able = [process for worker, process in enumerate(every) if self._is_able(worker)]
         leaving = [every[worker] for worker in self.leaving if every[worker] in able]
+        if self._ended() and len(leaving) == len(able):
+            leaving = []
         going_on = [process for process in able if process not in leaving]
         unused = [process for process in self._spares if not process.has_ended()]
         going_on += unused
