@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,13 +29,21 @@ from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome, PassKind
 from penstock.engine.residents import GONE, States
 from penstock.engine.span import MicroBatch
-from penstock.errors import ClosedError, InputError, StatesLost, WorkerDied, WorkerError
+from penstock.errors import (
+    ClosedError,
+    InputError,
+    PenstockError,
+    StatesLost,
+    WorkerDied,
+    WorkerError,
+)
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
 from penstock.steps import Steps
 from penstock.workers.backend import Workers
 from penstock.workers.ownership import Ownership
+from penstock.workers.redo import Work
 from penstock.workers.ways import Ways
 
 T = TypeVar("T")
@@ -775,6 +784,28 @@ class Runner:
     def _who_recovers(self) -> Recovery | None:
         return None if self.recovery is None else self.recovery()
 
+    def do_again(self, works: Sequence[Work]) -> None:
+        """Have the workers do again what those before them have done.
+
+        Raises:
+            WorkerDied: one has died.
+        """
+        forwards: dict[int, Order] = {}
+        for work in works:
+            order = work.order
+            if order is not None:
+                self._introduce(order)
+            work.again(self.workers)
+            if order is not None and order.what == "forward":
+                forwards[order.number] = order
+            elif order is not None and order.what == "backward":
+                forwards.pop(order.number, None)
+        for number, order in forwards.items():
+            if number in self._awaiting_backward:
+                self._lost.discard(number)
+            else:
+                self.workers.forget(order.training, number)
+
     def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
 
@@ -888,7 +919,17 @@ class Runner:
         return self._user.is_busy or self.steps.awaits_backward
 
     def close(self) -> None:
-        """Close the workers; nothing runs after that."""
+        """Close the workers; nothing runs after that.
+
+        If one has died since the last pass, what would be lost is done again by others first.
+        """
+        try:
+            if self.workers.has_log and (not self._user.is_busy or self._user.is_here()):
+                self.surviving(lambda: self.workers.fetch_states(()))
+        except PenstockError as error:
+            warnings.warn(
+                f"some of what was trained is lost as the pipeline is closed: {error}", stacklevel=2
+            )
         try:
             self.workers.close()
         finally:

@@ -60,6 +60,7 @@ from penstock.workers.kinds import WorkerOptions
 from penstock.workers.members import Membership
 from penstock.workers.memories import SideEffects
 from penstock.workers.placement import place
+from penstock.workers.redo import LostWork
 
 _DEATHS = 3
 """How often others take over for workers that have ended at the same work."""
@@ -454,14 +455,14 @@ class Running:
         began, before, old = time.monotonic(), self.members, self.plan
         with with_autograd(), interrupts_wait():  # so that nothing is lost by a Ctrl-C
             left = self._remembered(remember)
+            lost = self.workers.lost_work
             for optimizer in self._optimizers:
                 optimizer.divide_again()
             self._serve_again()
             now = self.workers
             survivors = now.survivors()
             chosen = self.given.as_they_are(now, self.threads)
-            with self._ending(survivors):
-                left.bring()
+            with self._ending(survivors, lost):
                 plan = old
                 if self._fallbacks is not None:
                     if not survivors and death is not None:
@@ -470,7 +471,7 @@ class Running:
                     one_replica = with_one_replica(self.given.request, old, left)[0].replicas == 1
                     plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
                     chosen = self.given.on(list(plan.devices), now, self.threads)
-                self._try_to_use(chosen, plan, survivors, what)
+                self._try_to_use(chosen, plan, survivors, what, left, lost)
             if plan is not old:  # else there are as many as before
                 self.given = replace(self.given, workers=chosen)
             took = show_seconds(time.monotonic() - began)
@@ -506,18 +507,25 @@ class Running:
             raise InputError(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error
 
     @contextmanager
-    def _ending(self, survivors: Survivors) -> Iterator[None]:
+    def _ending(self, survivors: Survivors, lost: LostWork) -> Iterator[None]:
         """While open, an error ends those that are left; it says how to go on."""
         try:
             yield
         except BaseException as error:
             survivors.close()
             if isinstance(error, (InputError, PlanError)):
-                raise type(error)(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error
+                how = _how_to_go_on(lost)
+                raise type(error)(f"{error}. The pipeline is closed. {how}") from error
             raise
 
     def _try_to_use(
-        self, chosen: WorkerOptions, plan: Plan, survivors: Survivors, what: str
+        self,
+        chosen: WorkerOptions,
+        plan: Plan,
+        survivors: Survivors,
+        what: str,
+        left: SideEffects,
+        lost: LostWork,
     ) -> None:
         """Go on with those that are left, and with new ones if that fails.
 
@@ -526,22 +534,38 @@ class Running:
             plan: that they run.
             survivors: those that are left.
             what: has happened before.
+            left: what forwards have left with those before them.
+            lost: what they do again before anything else.
 
         Raises:
             ClosedError: nobody could take over.
         """
         for attempt in range(_DEATHS):
             try:
-                backend = chosen.backend(self._allocator_kept, survivors)
-                self._use(backend, backend.broadcast_plan(self._program, plan))
+                with lost.rewound():
+                    left.bring()
+                    backend = chosen.backend(self._allocator_kept, survivors)
+                    self._use(backend, backend.broadcast_plan(self._program, plan))
+                    self._do_again(lost)
                 return
             except (WorkerError, WorkerTimeout) as error:
                 survivors.close()
                 if attempt == _DEATHS - 1:
                     raise ClosedError(
                         f"{what}, and others could not take over ({error}), so the pipeline is "
-                        f"closed. {_HOW_TO_GO_ON}"
+                        f"closed. {_how_to_go_on(lost)}"
                     ) from error
+
+    def _do_again(self, lost: LostWork) -> None:
+        """Have the new workers do again what is lost; if that fails, none of them is left."""
+        try:
+            self.runner.do_again(lost.works)
+            self.workers.bring_values(lost.current)
+        except BaseException:
+            self.workers.survivors().close()  # what they have is not brought here
+            for optimizer in self._optimizers:
+                optimizer.load_again()
+            raise
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -555,6 +579,17 @@ class Running:
             self.saver.finish()
         finally:
             self.runner.close()
+
+
+def _how_to_go_on(lost: LostWork) -> str:
+    if not lost.works:
+        return _HOW_TO_GO_ON
+    count = sum(work.order is not None for work in lost.works)
+    return (
+        "What the workers have done since the last copy of what they had is lost (passes: "
+        f"{count}; other work, such as steps of an optimizer: {len(lost.works) - count}). "
+        f"{_HOW_TO_GO_ON}, all as of that copy; or resume from a checkpoint"
+    )
 
 
 def _run_of(running: Running) -> Callable[[], Run]:

@@ -131,8 +131,21 @@ class PipelineOptimizer(Optimizer):
             parts.load(self.state)
             self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
         with without_gradients(self._updated):
-            self._parts.step(self.param_groups, self.state)
+            self._parts.step(self.param_groups, self.state, self._step_again)
         self._updated = ()
+
+    def _step_again(self, groups: Groups) -> None:
+        """Do a step that is lost with those who have done it.
+
+        Args:
+            groups: as they were then.
+        """
+        now, self.param_groups = self.param_groups, [dict(group) for group in groups]
+        try:
+            with torch.no_grad():
+                self._step()
+        finally:
+            self.param_groups = now
 
     def divide_again(self) -> None:
         """Bring the state here: the next step divides it among the workers that there are then."""
@@ -140,6 +153,10 @@ class PipelineOptimizer(Optimizer):
             self._updated = [*self._updated, *self._parts.updated]
             self._parts.fetch(self.state)
             self._parts = None
+
+    def load_again(self) -> None:
+        """What the workers remember is lost: the next step loads the state that is here."""
+        self._parts = None
 
     @property
     def remote(self) -> Parts | None:

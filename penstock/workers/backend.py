@@ -36,12 +36,13 @@ from penstock.engine.orders import Order, Outcome
 from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
 from penstock.storage.part import Part
-from penstock.workers.clipping import Clipping
+from penstock.workers.clipping import Clipping, clip_values
 from penstock.workers.members import Member
 from penstock.workers.memories import SideEffects
 from penstock.workers.optimizer_parts import Groups, Parts
 from penstock.workers.ownership import Ownership
 from penstock.workers.probe import LinkProbe
+from penstock.workers.redo import LostWork
 from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay
 
@@ -527,13 +528,26 @@ class Workers(ABC):
         """As `left`, as it was after the last pass, although a worker has died.
 
         All that only the workers have had is in this process afterwards, as it was before the work
-        in which the worker has died.
+        in which the worker has died, or before `lost_work`.
 
         Raises:
             WorkerDied: some of it is lost.
             InputError: some of it cannot be brought from them.
         """
         return SideEffects()
+
+    @property
+    def has_log(self) -> bool:
+        """Whether there would be `lost_work` if a worker had died."""
+        return False
+
+    @property
+    def lost_work(self) -> LostWork:
+        """What was done since the moment that `remembered` goes back to, if that is not the last.
+
+        Those who take over do it again before anything else.
+        """
+        return LostWork()
 
     # -- parameters -------------------------------------------------------------------------
 
@@ -571,7 +585,7 @@ class Workers(ABC):
         self, parameters: Sequence[torch.Tensor], clip_value: float, foreach: bool | None
     ) -> None:
         """As `torch.nn.utils.clip_grad_value_`, wherever the gradients are."""
-        nn.utils.clip_grad_value_(parameters, clip_value, foreach)
+        clip_values(parameters, clip_value, foreach)
 
     def unscale(
         self,

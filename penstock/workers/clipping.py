@@ -86,3 +86,12 @@ def total_norm(norms: Sequence[Norm], clipping: Clipping, device: torch.device) 
     if clipping.error_if_nonfinite:
         nn.utils.get_total_norm(total, clipping.norm_type, error_if_nonfinite=True)
     return total
+
+
+def clip_values(
+    parameters: Sequence[torch.Tensor], clip_value: float, foreach: bool | None
+) -> None:
+    """As `torch.nn.utils.clip_grad_value_`, which fails if no parameter has a gradient."""
+    own = [parameter for parameter in parameters if parameter.grad is not None]
+    if own:
+        nn.utils.clip_grad_value_(own, clip_value, foreach)

@@ -29,8 +29,15 @@ class Parts(Protocol):
     def number(self) -> int | None:
         """Under which worker processes have what they remember; `None` if it is here."""
 
-    def step(self, groups: Groups, state: State) -> None:
-        """Update every parameter, with the settings that these groups have now."""
+    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
+        """Update every parameter, with the settings that these groups have now.
+
+        Args:
+            groups: of the optimizer.
+            state: that it has here.
+            again: does such a step with the parts that there are then, and these groups, if those
+                who have done this one are lost.
+        """
 
     def fetch(self, state: State) -> None:
         """Bring what the parts remember into `state`."""
@@ -64,7 +71,7 @@ class LocalParts:
         self._parts = [part_of(kind, groups, options, owned) for owned in owners]
         self._run = run
 
-    def step(self, groups: Groups, state: State) -> None:
+    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
         """Run the step of every part on its worker, all at the same time."""
         warn_of_no_gradients(groups)
         for part in self._parts:
@@ -110,6 +117,17 @@ def own_groups(groups: Groups, owned: Sequence[torch.Tensor]) -> list[dict[str, 
 def settings_of(groups: Groups) -> list[dict[str, Any]]:
     """What the groups say, apart from which parameters are in them."""
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def as_they_are(groups: Groups) -> list[dict[str, Any]]:
+    """The groups as they are now, whatever is changed in them later."""
+
+    def kept(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    return [
+        {k: list(v) if k == "params" else kept(v) for k, v in group.items()} for group in groups
+    ]
 
 
 def use_settings(part: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:

@@ -29,7 +29,7 @@ from penstock.workers.pool import Job
 from penstock.workers.process_state import ProcessState, loading, unsent
 from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.workers import RankTicket
-from penstock.workers.ray.copies import ActorCopies, Copy
+from penstock.workers.ray.copies import ActorCopies, Copy, Taken
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.rank import ActorRank
 
@@ -96,6 +96,7 @@ class ActorState(ProcessState):
 
     def empty(self, worker: int) -> None:
         """Let go of everything, and be another worker, as yet without a plan."""
+        self.copies.close()
         if self._rank is not None:
             self._rank.close()
         if dist.is_initialized():
@@ -187,11 +188,13 @@ class ActorReport(NamedTuple):
         failed: whether the value is what it has raised.
         value: its result.
         leaves: whether the actor was asked to end, by a SIGTERM.
+        taken: the last copy that its buddy has.
     """
 
     failed: bool
     value: Pickled
     leaves: bool
+    taken: Taken
 
 
 class Actor:
@@ -253,9 +256,10 @@ class Actor:
         except BaseException as error:  # a sys.exit() in a module must not end the actor
             found, failed = portable(error, f"worker {own.worker}"), True
         try:
-            return ActorReport(failed, pickled(found), self._leaves)
+            packed = pickled(found)
         except Exception as error:
-            return ActorReport(True, pickled(portable(unsent(error, own.worker))), self._leaves)
+            failed, packed = True, pickled(portable(unsent(error, own.worker)))
+        return ActorReport(failed, packed, self._leaves, own.copies.taken)
 
     def give_up(self, number: int) -> None:
         """Give up this job and those before it; runs beside them, and may come after them."""

@@ -1,10 +1,10 @@
 """Copies of what an actor has, of which one is with a buddy: another actor, on another node if any.
 
 A copy has everything of one moment: parameters, buffers and gradients of the worker's stages, its
-parts of optimizers, what forwards have left in its modules. What has changed is copied when a piece
-of work has been done, and sent to the buddy before the work counts as done. Replicas have the same
-parameters, buffers and gradients, so that there only parts of optimizers and what forwards have
-left are sent.
+parts of optimizers, what forwards have left in its modules. What has changed is copied before a
+pass, and sent to the buddy while the work goes on; or after a piece of work, and sent before that
+counts as done. Replicas have the same parameters, buffers and gradients, so that there only parts
+of optimizers and what forwards have left are sent.
 
 An actor keeps its own copies as well, as all workers go back to the same moment. There may be two
 of them: the last one that every worker has, and the one that is being sent.
@@ -16,6 +16,7 @@ process that has put it there.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -33,10 +34,7 @@ VALUE, GRADIENT, STATE, PART, MEMORY = "value", "gradient", "state", "part", "me
 """What is in a copy: of a tensor its value or its gradient; of an optimizer what it remembers of a
 parameter, and that the worker has a part of it at all; what forwards have left in modules."""
 
-OF_PASS, OF_OTHERS = (VALUE, GRADIENT, MEMORY), (VALUE, GRADIENT, STATE, PART)
-"""What may change by a pass, and by other work."""
-
-_EVERYTHING = (*OF_PASS, *OF_OTHERS)
+EVERYTHING = (VALUE, GRADIENT, STATE, PART, MEMORY)
 
 _SHARED = (VALUE, GRADIENT)  # by the workers at the same place of all replicas
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +49,7 @@ Entries = dict[tuple[Any, ...], Any]
 
 
 class Copy(NamedTuple):
-    """A copy that is made when a piece of work has been done.
+    """A copy that is to be made.
 
     Attributes:
         number: of the copy; numbers grow.
@@ -62,6 +60,18 @@ class Copy(NamedTuple):
     number: int
     safe: int
     timeout: float
+
+
+class Taken(NamedTuple):
+    """The last copy that a worker's buddy has taken.
+
+    Attributes:
+        number: of the copy; -1 if there is none.
+        seconds: from when it was begun until the buddy had it.
+    """
+
+    number: int = -1
+    seconds: float = 0.0
 
 
 class Holder(Protocol):
@@ -119,7 +129,11 @@ class Shelf:
 
 
 class ActorCopies:
-    """The copies that an actor has: its own, and those of workers whose buddy it is."""
+    """The copies that an actor has: its own, and those of workers whose buddy it is.
+
+    Attributes:
+        taken: the last one that the buddy of this worker has taken.
+    """
 
     def __init__(self) -> None:
         self._own = Shelf()
@@ -128,8 +142,11 @@ class ActorCopies:
         self._worker = self._buddy_number = 0
         self._buddy: Any = None
         self._leaves_out: tuple[str, ...] = ()
-        self._made: dict[int, Change] = {}  # and not yet sent
-        self._sent: int | None = None  # the number of the last one that the buddy has taken
+        self._made: dict[int, tuple[Change, float]] = {}  # and not yet sent; how long it took
+        self._sender: threading.Thread | None = None
+        self._problem: WorkerDied | None = None  # of what was sent while work went on
+        self._is_closed = False
+        self.taken = Taken()
 
     def have_buddy(
         self, membership: int, worker: int, buddy: Any, number: int, has_twins: bool
@@ -149,28 +166,25 @@ class ActorCopies:
 
     # -- its own --------------------------------------------------------------------------
 
-    def make(self, own: Holder, what: Copy, kinds: Collection[str]) -> None:
-        """Copy what has changed since the last copy that was sent.
-
-        Args:
-            own: whose.
-            what: the copy.
-            kinds: what may have changed.
-        """
-        base = self._sent if self._own.copy(self._sent) is not None else None
-        kinds = _EVERYTHING if base is None else kinds
-        before = self._own.copy(base) or {}
+    def make(self, own: Holder, what: Copy) -> None:
+        """Copy what has changed since the last copy that was sent."""
+        began = time.monotonic()
+        sent = self.taken.number
+        before = self._own.copy(sent)
+        base = None if before is None else sent
+        before = before or {}
         changed: Entries = {}
         there = set()
         with torch.no_grad():
-            for key, value in _content(own, kinds):
+            for key, value in _content(own):
                 there.add(key)
                 if key not in before or not _is_same(before[key], value):
                     changed[key] = _copied(value)
-        gone = [key for key in before if key[0] in kinds and key not in there]
+        gone = [key for key in before if key not in there]
         change = Change(what.number, what.safe, base, changed, gone)
         self._own.put(change)
-        self._made = {n: c for n, c in self._made.items() if n > what.safe} | {what.number: change}
+        self._made = {n: made for n, made in self._made.items() if n > what.safe}
+        self._made[what.number] = change, time.monotonic() - began
 
     def send(self, what: Copy, is_given_up: Callable[[], bool]) -> None:
         """Have the buddy take a copy that was made; it is sent again if it is lost on the way.
@@ -183,15 +197,64 @@ class ActorCopies:
             Aborted: it is; it says `UNSENT`.
             WorkerDied: the buddy has died, or does not take it in time.
         """
-        change = self._made.pop(what.number)
+        while self._sender is not None and self._sender.is_alive():
+            self._sender.join(_PAUSE)
+            if is_given_up():
+                raise Aborted(UNSENT)
+        self.check()
+        self._send(*self._made.pop(what.number), what.timeout, is_given_up)
+
+    def send_meanwhile(self, what: Copy) -> None:
+        """Have the buddy take a copy that was made while other work goes on.
+
+        The next copy is made when the buddy has it, or when it is given up.
+        """
+        made = self._made.pop(what.number)
+        arguments = *made, what.timeout, lambda: self._is_closed
+        self._sender = threading.Thread(target=self._sent, args=arguments, daemon=True)
+        self._sender.start()
+
+    def _sent(self, *arguments: Any) -> None:
+        try:
+            self._send(*arguments)
+        except Aborted:
+            return
+        except WorkerDied as death:
+            self._problem = death
+
+    def check(self) -> None:
+        """Raise if the buddy has not taken what was sent while other work went on.
+
+        Raises:
+            WorkerDied: as of `send`.
+        """
+        if self._problem is not None:
+            raise self._problem
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self._is_closed = True
+
+    def _send(
+        self, change: Change, seconds: float, timeout: float, is_given_up: Callable[[], bool]
+    ) -> None:
+        """See `send`.
+
+        Args:
+            change: what is sent.
+            seconds: that it took to be made.
+            timeout: seconds that the buddy has to take it.
+            is_given_up: whether that is not wanted any more.
+        """
+        began = time.monotonic()
         sent = {k: v for k, v in change.changed.items() if k[0] not in self._leaves_out}
         packed = pickled(change._replace(changed=sent))
-        deadline = time.monotonic() + what.timeout
+        deadline = time.monotonic() + timeout
         why = "it does not answer"
         while time.monotonic() < deadline and not is_given_up():
             try:
                 if self._is_taken(packed, deadline, is_given_up):
-                    self._sent = what.number
+                    self.taken = Taken(change.number, seconds + time.monotonic() - began)
                     return
                 why = "it belongs to other members, or has not the copy before"
                 break
@@ -206,7 +269,7 @@ class ActorCopies:
             raise Aborted(UNSENT)
         raise WorkerDied(
             self._buddy_number,
-            f"has not taken copy {what.number} of what worker {self._worker} has ({why});",
+            f"has not taken copy {change.number} of what worker {self._worker} has ({why});",
             None,
             None,
             "copying",
@@ -254,24 +317,22 @@ def _is_dead(error: Exception) -> bool:
     return isinstance(error, ray.exceptions.RayActorError)
 
 
-def _content(own: Holder, kinds: Collection[str]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What a worker has of these kinds."""
+def _content(own: Holder) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What a worker has, by its key in a copy."""
     replaced = own.replaced()
     for number, tensor in own.tensors.items():
         if tensor.is_meta:
             continue
-        if VALUE in kinds:
-            yield (VALUE, number), replaced.get(number, tensor).detach()
-        if GRADIENT in kinds and tensor.grad is not None:
+        yield (VALUE, number), replaced.get(number, tensor).detach()
+        if tensor.grad is not None:
             yield (GRADIENT, number), tensor.grad
-    for number in own.optimizers if STATE in kinds else ():
+    for number in own.optimizers:
         yield (PART, number), True
         for key, remembered in own.remembered(number).items():
             yield (STATE, number, key, None), list(remembered)
             for name, value in remembered.items():
                 yield (STATE, number, key, name), value
-    if MEMORY in kinds:
-        yield (MEMORY,), own.memory.found()
+    yield (MEMORY,), own.memory.found()
 
 
 def _is_same(before: Any, now: Any) -> bool:

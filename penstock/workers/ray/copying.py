@@ -1,16 +1,21 @@
-"""Which actor has a copy of what another one has, and what copies give when some have died."""
+"""Which actor has a copy of what another one has, and what copies give when some have died.
+
+Copies are made now and then, before a pass, and sent while it runs. What was done since the last
+one that every buddy has is in a log, and is done again after a death. What cannot be in the log,
+such as weights that the script has written, is followed by a copy before it counts as done.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from penstock.capture.preserve import own_generators
 from penstock.engine.span import Span
-from penstock.workers.following import AttributeChanges
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch
 from penstock.workers.ray.copies import (
@@ -24,6 +29,7 @@ from penstock.workers.ray.copies import (
     Entries,
 )
 from penstock.workers.ray.pool import ActorPool
+from penstock.workers.redo import Work
 from penstock.workers.remembering import Found, StateKey
 from penstock.workers.ways import modules_of
 
@@ -31,46 +37,132 @@ ModuleChanges = Mapping[StateKey, Found]
 """What forwards have left in a worker's modules."""
 
 
-class Copying:
-    """Has the actors of a pipeline make copies.
+_SHARE = 0.04  # of the time, at most, in which copies are made and sent
+_LOG = 1 << 26  # bytes that the log may have, however small the model is
 
-    A piece of work counts as done when every buddy has the copy that was made after it. So when an
-    actor dies, only the work that was under way has to be done again.
+
+class Keeping(NamedTuple):
+    """How a piece of work is kept from being lost.
+
+    Attributes:
+        before: the copy that is made before it, and sent meanwhile.
+        after: the copy that is made after it, and sent before it counts as done.
+        since: the number of the last copy that was made before it.
+        work: what is noted in the log when it is done, if there is no copy after it.
+    """
+
+    before: Copy | None
+    after: Copy | None
+    since: int
+    work: Work | None
+
+
+class Copying:
+    """Has the actors of a pipeline make copies, and notes what they do in between.
 
     Args:
         members: the actors, two at least.
         pool: the same.
         timeout: seconds that a buddy has to take a copy.
         patience: seconds that one has to give the copies that it has.
+        nbytes: of the model.
 
     Attributes:
         timeout: as given.
     """
 
     def __init__(
-        self, members: Sequence[Member], pool: ActorPool, timeout: float, patience: float
+        self,
+        members: Sequence[Member],
+        pool: ActorPool,
+        timeout: float,
+        patience: float,
+        nbytes: int,
     ) -> None:
         self.timeout, self._patience = timeout, patience
         self._members, self._pool = members, pool
+        self._most = max(nbytes, _LOG)
         self._buddies = buddies_of(members)
         self._nothing = self._safe = pool.copies  # when the script still has everything
+        self._sending: Copy | None = None  # while work goes on
+        self._begun = 0.0  # when the last copy was
+        self._log: list[tuple[int, Work]] = []  # with the number of the last copy before each
         pool.pair(self._buddies, len({member.replica for member in members}) > 1)
 
-    def next(self) -> Copy:
-        """The copy that is made after the next work."""
+    # -- while all is well ----------------------------------------------------------------
+
+    def keep(self, work: Work | None, is_pass: bool) -> Keeping:
+        """How the next piece of work is kept.
+
+        Args:
+            work: what the log has of it; `None` if it cannot have it.
+            is_pass: whether it is a pass before which a copy can be made.
+        """
+        self._note_taken()
+        if work is None or self._safe == self._nothing:
+            return Keeping(None, self._next(), self._pool.copies, None)
+        before = None
+        if is_pass and self._sending is None and self._is_due():
+            before = self._sending = self._next()
+        return Keeping(before, None, self._pool.copies, work)
+
+    def _next(self) -> Copy:
         self._pool.copies += 1
+        self._begun = time.monotonic()
         return Copy(self._pool.copies, self._safe, self.timeout)
 
-    def done(self, copy: Copy) -> None:
-        """Every buddy has it; copies are made, sent and done in the order of their numbers."""
-        self._safe = max(self._safe, copy.number)
+    def _is_due(self) -> bool:
+        """Whether the last copy was so long ago that another one takes its share of the time."""
+        seconds = max(taken.seconds for taken in self._pool.taken.values())
+        size = sum(work.nbytes for _, work in self._log)
+        return seconds < _SHARE * (time.monotonic() - self._begun) or size > self._most
+
+    def _note_taken(self) -> None:
+        sending, taken = self._sending, self._pool.taken.values()
+        if sending is not None and all(each.number >= sending.number for each in taken):
+            self._sending = None
+            self._is_safe(sending.number)
+
+    def _is_safe(self, number: int) -> None:
+        """Every buddy has this copy."""
+        self._safe = max(self._safe, number)
+        self._log = [(since, work) for since, work in self._log if since >= self._safe]
+
+    def done(self, keeping: Keeping) -> None:
+        """The work has come to its end, and so has the copy after it."""
+        if keeping.after is not None:
+            self._is_safe(keeping.after.number)
+        elif keeping.work is not None:
+            self._log.append((keeping.since, keeping.work))
+
+    def give_up(self) -> None:
+        """A pass has failed: nobody knows who has made the copy before it."""
+        self._sending = None
+
+    @property
+    def works(self) -> list[Work]:
+        """What was done since the last copy that every buddy has."""
+        self._note_taken()
+        return [work for _, work in self._log]
+
+    def has_since_copy(self, number: int, training: bool) -> bool:
+        """Whether the log has the forward of this batch, and will as long as what comes next."""
+        return any(
+            (work.order.what, work.order.number, work.order.training)
+            == ("forward", number, training)
+            for since, work in self._log
+            if work.order is not None and since == self._pool.copies
+        )
+
+    # -- when some have died --------------------------------------------------------------
 
     def gathered(self) -> Gathered:
-        """What every worker had when the last work was done, as some have died.
+        """What every worker had when the last copy was made that every buddy has.
 
         Raises:
             WorkerDied: no remaining worker has a copy of what one had.
         """
+        self._note_taken()
         pool, number = self._pool, self._safe
         every = {worker: worker for worker in range(len(self._members))}
         own = pool.copies_with(every, number, self._patience)
@@ -194,12 +286,3 @@ def leaves_traces(span: Span) -> bool:
     """Whether forwards leave something in modules, as far as recordings have shown."""
     modules = modules_of([span])
     return bool(span.changing or any(span.memories)) or any(any(own_generators(m)) for m in modules)
-
-
-def without(attributes: AttributeChanges, memory: ModuleChanges) -> ModuleChanges:
-    """What forwards have left in modules, but for attributes that the script has set since."""
-    return {
-        key: found
-        for key, found in memory.items()
-        if key.kind != "module" or key.registry or key.name not in attributes.get(key.number, {})
-    }

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
@@ -28,7 +27,7 @@ from penstock.links.handshake import Address, Listener, interface_of, this_machi
 from penstock.links.local import Aborted
 from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
-from penstock.workers.clipping import Clipping
+from penstock.workers.clipping import Clipping, clip_values
 from penstock.workers.common_jobs import GivenValues, follow_script, leaving_no_trace
 from penstock.workers.optimizer_parts import own_groups, parameters_of, step_failed, use_settings
 from penstock.workers.pool import Job
@@ -36,7 +35,7 @@ from penstock.workers.process_state import freeze, loading
 from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.rendezvous import LISTEN, Others, RankEntry, launched
 from penstock.workers.ray.actor import ActorState, operation_of
-from penstock.workers.ray.copies import OF_OTHERS, OF_PASS, Copy
+from penstock.workers.ray.copies import Copy
 from penstock.workers.ray.rank import ActorRank
 from penstock.workers.tensors import Shared
 
@@ -292,6 +291,7 @@ class StartPass:
         contents: of buffers, by number, for a pass that is run again and leaves nothing.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
+        before: the copy that is made before the pass, and sent while work goes on, if one is.
         copy: that is made after the pass, if one is.
     """
 
@@ -306,10 +306,12 @@ class StartPass:
     contents: Mapping[int, torch.Tensor]
     settings: TorchSettings | None
     wanted: Sequence[int] | None = None
+    before: Copy | None = None
     copy: Copy | None = None
 
     def __call__(self, own: ActorState) -> None:
         """Start it; the rest happens in the rank's thread, right before the pass and after it."""
+        own.copies.check()
         with loading():
             loss: Loss | None = unpack(*self.loss) if self.loss else None
             attributes = unpack(*self.attributes) if self.attributes else {}
@@ -324,6 +326,9 @@ class StartPass:
     def _around(self, own: ActorState, attributes: Any) -> Iterator[None]:
         follow_script(own, self.settings, self.training, attributes)
         self.changes.apply(own)
+        if self.before is not None:
+            own.copies.make(own, self.before)
+            own.copies.send_meanwhile(self.before)
         order, assembly = self.order, own.rank.assembly(self.order.training)
         is_kept = order.trial or order.again
         with leaving_no_trace(own.modules, assembly, order.trial) if is_kept else nullcontext():
@@ -331,7 +336,7 @@ class StartPass:
                 own.tensors[number].data.copy_(content)
             yield
         if self.copy is not None:
-            own.copies.make(own, self.copy, OF_PASS)
+            own.copies.make(own, self.copy)
 
 
 class Done(NamedTuple):
@@ -505,7 +510,7 @@ class ClipValue:
         """Clamp the gradients of the worker's own parameters, in place."""
         _apply(own, self.changes)
         here = [own.tensors[number] for number in self.parameters]
-        nn.utils.clip_grad_value_(here, self.clip_value, self.foreach)
+        clip_values(here, self.clip_value, self.foreach)
 
 
 @dataclass(frozen=True)
@@ -594,7 +599,7 @@ class Copied:
     def __call__(self, own: ActorState) -> Any:
         """Return the job's result once the buddy has the copy."""
         found = self.job(own)
-        own.rank.in_thread(lambda: own.copies.make(own, self.copy, OF_OTHERS))
+        own.rank.in_thread(lambda: own.copies.make(own, self.copy))
         own.copies.send(self.copy, own.is_given_up)
         return found
 

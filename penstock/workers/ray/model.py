@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class DriverModel:
         self._unsure: dict[int, _Draft] = {}  # by place: sent, but perhaps lost
         self._again: dict[int, _Draft] = {}  # lost, perhaps, and not yet sent again
         self.stale: set[int] = set()
-        self._has_changes = False  # of which no copy is to be made yet
+        self._noted = ScriptChanges()  # that are not kept from being lost yet
         self._is_closed = False
         self._is_sending = False
         hook = StateHook(model, self.check_read)
@@ -196,7 +197,8 @@ class DriverModel:
             place = self._places[number]
             if place is not None and isinstance(tensor, nn.Parameter):
                 self._look_at(number, tensor, drafts[place])
-        self._has_changes |= any(drafts)
+        for draft in drafts:
+            self._note(draft)
         for place, draft in enumerate(drafts):
             self._unsure.setdefault(place, _Draft()).update(draft)
         self._again = {}
@@ -233,10 +235,22 @@ class DriverModel:
             older.update(draft)
         self._unsure.clear()
 
-    def take_changed(self) -> bool:
-        """Whether something is sent to workers that no copy of theirs has; asked once."""
-        had, self._has_changes = self._has_changes, False
-        return had
+    def _note(self, draft: _Draft) -> None:
+        """Note what is sent to workers."""
+        noted = self._noted
+        if draft.values or draft.requires_grad:
+            noted.is_simple = False
+        for number, gradient in draft.gradients.items():
+            if gradient is None:
+                noted.dropped.append(self.tensors[number])
+            else:
+                noted.is_simple = False
+        noted.zeroed += [self.tensors[number] for number in draft.zeroed]
+
+    def take_noted(self) -> ScriptChanges:
+        """What is sent to workers and not kept from being lost by anybody yet; asked once."""
+        noted, self._noted = self._noted, ScriptChanges()
+        return noted
 
     # -- what workers have done to them -----------------------------------------------------
 
@@ -272,35 +286,30 @@ class DriverModel:
                 self.tensors[number].grad = gradient
             self._stand_ins.pop(number, None)
 
-    @torch.no_grad()
     def go_back(
-        self,
-        values: Mapping[int, torch.Tensor],
-        gradients: Mapping[int, torch.Tensor],
-        changes: Iterable[TensorChanges],
+        self, values: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
     ) -> None:
         """Have what a copy of the workers has, who are gone.
 
         Args:
             values: of the copy, by number.
             gradients: likewise.
-            changes: what the script has done since that copy was made, which stays done.
         """
-        since = list(changes)
-        done = {number for each in since for number in each.values}
-        done |= {number for number in values if self._places[number] is None}
-        self.have({number: value for number, value in values.items() if number not in done})
+        self.have({n: value for n, value in values.items() if self._places[n] is not None})
         self.stale.clear()
         self._stand_ins.clear()
         for number, tensor in enumerate(self.tensors):
             if self._places[number] is not None and isinstance(tensor, nn.Parameter):
-                tensor.grad = gradients.get(number)
-        for each in since:
-            for number, gradient in each.gradients.items():
-                self.tensors[number].grad = None if gradient is None else gradient.clone()
-            for number in each.zeroed:
-                if (present := self.tensors[number].grad) is not None:
-                    present.zero_()
+                found = gradients.get(number)
+                tensor.grad = None if found is None else found.clone()
+
+    def current(self) -> list[torch.Tensor]:
+        """The tensors of which the script has what the workers have."""
+        return [
+            tensor
+            for number, tensor in enumerate(self.tensors)
+            if self._places[number] is not None and number not in self.stale
+        ]
 
     def with_gradients(self, place: int) -> list[int]:
         """The numbers of parameters at a place whose gradients are there."""
@@ -350,6 +359,32 @@ class DriverModel:
         if not self.stale:
             for handle in self._handles:
                 handle.remove()
+
+
+@dataclass
+class ScriptChanges:
+    """What the script has done to the tensors of its model.
+
+    Attributes:
+        dropped: parameters whose gradients it has dropped.
+        zeroed: those whose gradients it has set to zero.
+        is_simple: whether it has done nothing else.
+    """
+
+    dropped: list[torch.Tensor] = field(default_factory=list)
+    zeroed: list[torch.Tensor] = field(default_factory=list)
+    is_simple: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped or self.zeroed) or not self.is_simple
+
+    def again(self) -> None:
+        """Do it again, if it is simple."""
+        for tensor in self.dropped:
+            tensor.grad = None
+        for tensor in self.zeroed:
+            if tensor.grad is not None:
+                tensor.grad.zero_()
 
 
 class _Draft:

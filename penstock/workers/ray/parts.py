@@ -12,6 +12,7 @@ from penstock.workers.common_jobs import FetchOptimizerState, LoadOptimizerState
 from penstock.workers.optimizer_parts import (
     Groups,
     State,
+    as_they_are,
     settings_of,
     warn_of_no_gradients,
 )
@@ -59,14 +60,16 @@ class ActorParts:
         self.fetch(kept)
         self._kept = kept
 
-    def step(self, groups: Groups, state: State) -> None:
+    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
         """Run the step of every part in its actor, all at the same time."""
         settings = settings_of(groups)
         warn_of_no_gradients(groups)
         self._kept = None
+        as_now = as_they_are(groups)
         steps = [Step(self.number, settings, changes) for changes in self._changes()]
+        jobs = [steps[place] for place in self._places]
         try:
-            self._run([steps[place] for place in self._places], changes=True, whole=True)
+            self._run(jobs, changes=True, whole=True, again=lambda _: again(as_now))
         finally:  # some may have, whatever happened
             for owned in self._owners:
                 self._model.has_changed(p for p in owned if p.grad is not None)
@@ -84,7 +87,8 @@ class ActorParts:
         """Bring what the parts remember here."""
         found = self._kept
         if found is None:
-            found = self._named(self._run([FetchOptimizerState(self.number)] * len(self._owners)))
+            jobs = [FetchOptimizerState(self.number)] * len(self._owners)
+            found = self._named(self._run(jobs, changes=True))  # who asks may go on from that
         state.clear()
         state.update(found)
 

@@ -21,7 +21,7 @@ from penstock.workers.ranks.operations import GivenUp
 from penstock.workers.ranks.rendezvous import RankEntry
 from penstock.workers.ray.actor import Actor, ActorReport, ActorState, operation_of
 from penstock.workers.ray.cluster import Cluster, kill, ray
-from penstock.workers.ray.copies import Entries
+from penstock.workers.ray.copies import Entries, Taken
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.ray.watch import ClusterWatch
 
@@ -114,6 +114,7 @@ class ActorPool(Pool):
         nodes: for every worker its process, and its node, in words; known after the start.
         old: the workers that were in another pool; they have to enter this one first.
         copies: the number of the last copy that they were asked for, by the pool before, too.
+        taken: by worker, the last copy that its buddy has, as far as is known.
 
     Raises:
         InputError: the cluster has no room for them.
@@ -133,6 +134,7 @@ class ActorPool(Pool):
         self.nodes = ["an actor that is starting"] * count
         self.keeps_survivors = keeps_survivors and count > 1
         self.copies = self._membership = 0
+        self.taken: dict[int, Taken] = {}
         self._deaths: dict[int, WorkerDied] = {}
         self._stuck: set[int] = set()  # have not stopped at what was given up
         self._actors: list[ActorHandle] = []
@@ -276,12 +278,18 @@ class ActorPool(Pool):
         return self._deaths.get(worker) or self._died(worker, "has lost what it had;")
 
     def survivors(self) -> ActorSurvivors:
-        """Those that can go on in another pool, which leave this one."""
+        """Those that can go on in another pool, which leave this one.
+
+        One that was asked to end goes on for a while if some have died and nobody else is left.
+        """
         ended = self._deaths.keys() | self._stuck
-        gone = ended | self.leaving
-        left = [worker for worker in range(self._count) if worker not in gone]
+        able = set(range(self._count)) - ended
+        leaving = self.leaving & able
+        if ended and leaving == able:
+            leaving = set()
+        left = sorted(able - leaving)
         kill([self._actors[worker] for worker in ended], [])
-        for worker in self.leaving - ended:
+        for worker in leaving:
             self._actors[worker].leave.remote()
         self._end.detach()
         self._closed_because = self._closed_because or "others have taken over"
@@ -420,6 +428,7 @@ class ActorPool(Pool):
         else:
             if report.leaves:
                 self.leaving.add(worker)
+            self.taken[worker] = report.taken
             result = JobResult(None, value) if report.failed else JobResult(value, None)
             current.results.setdefault(worker, result)
 

@@ -37,7 +37,7 @@ from penstock.workers.driven import (
     packed_changes,
     packed_loss,
 )
-from penstock.workers.following import Following, Unchanged
+from penstock.workers.following import AttributeChanges, Following, Unchanged
 from penstock.workers.members import Member
 from penstock.workers.memories import SideEffects
 from penstock.workers.optimizer_parts import Groups, Parts, settings_of
@@ -45,8 +45,7 @@ from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
 from penstock.workers.ranks.clocks import ClockOffset
 from penstock.workers.ray.actor import ActorState
-from penstock.workers.ray.copies import Copy
-from penstock.workers.ray.copying import Copying, is_done, leaves_traces, may_be_done, without
+from penstock.workers.ray.copying import Copying, Keeping, is_done, leaves_traces, may_be_done
 from penstock.workers.ray.jobs import (
     AddWay,
     Clip,
@@ -69,8 +68,11 @@ from penstock.workers.ray.jobs import (
 )
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.parts import ActorParts
+from penstock.workers.ray.passes import PassInLog, as_leaf
 from penstock.workers.ray.pool import ActorPool, ActorSurvivors
+from penstock.workers.ray.rewinding import Rewinding, SentAttributes
 from penstock.workers.ray.watch import ClusterWatch
+from penstock.workers.redo import LostWork, Work
 from penstock.workers.remembering import Finder
 from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay, modules_of
@@ -81,7 +83,10 @@ _LEAVE = 60.0  # seconds to bring weights at the end
 _RATE = 10e6  # bytes a second at which copies come at least
 _COPIED = 4  # times the bytes of the model: gradients, and what Adam remembers
 
-Ticket = tuple[Order, Dispatch, Copy | None]
+Again = Callable[["RayWorkers"], object]
+"""Does a piece of work again, with other workers."""
+
+Ticket = tuple[Order, Dispatch, Keeping | None]
 
 
 class RayWorkers(DrivenWorkers):
@@ -133,6 +138,9 @@ class RayWorkers(DrivenWorkers):
         self._watch: ClusterWatch | None = None
         self._ahead = ClockOffset()  # of this clock: that of the first worker
         self._copying: Copying | None = None
+        self._lost = LostWork()
+        self._sent = SentAttributes(model)
+        self._attributes: dict[int, Any] = {}  # that were sent, but perhaps lost
         self._holding: dict[int, torch.Tensor] = {}  # for a pass that is run again
         self._is_brought = False  # whether the script has all that the workers have
         self._model = DriverModel(model)
@@ -200,7 +208,7 @@ class RayWorkers(DrivenWorkers):
         if self._pool.keeps_survivors:
             size = sum({id(t): t.nbytes for _, t in named_tensors(self._whole)}.values())
             patience = _LEAVE + self._timeout + _COPIED * size / _RATE
-            self._copying = Copying(self.members, self._pool, self._timeout, patience)
+            self._copying = Copying(self.members, self._pool, self._timeout, patience, size)
         self._watch = self._pool.watch([node for _, node in places])
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
@@ -242,6 +250,9 @@ class RayWorkers(DrivenWorkers):
         self._modules += new
         self._unchanged.add(new, self._model.knows)
         self._following.add(new)
+        if self._copying is not None:
+            for number in range(len(self._modules) - len(new), len(self._modules)):
+                self._sent.note(number, self._modules[number])
         paths = [self._paths[id(module)] for module in new]
         return [AddWay(delivery, packed, modules, paths) for delivery in deliveries]
 
@@ -261,15 +272,17 @@ class RayWorkers(DrivenWorkers):
             self._unchanged.check()
             self._settings_changed |= TorchSettings.here() != self._settings
             changes = self._changes()
-            attributes = packed_changes(self._following.changes(), self._modules)
+            changed = self._following.changes()
+            attributes = packed_changes(changed, self._modules)
             training = self._modes()
             forgotten = tuple(self._forgotten)
-            copy = self._copy_after(self._leaves(order) or attributes is not None)
+            keeping = self._keeping_pass(order, changed)
+            before, after = (keeping.before, keeping.after) if keeping else (None, None)
             jobs = [
                 self._start_of(member, order, loss, changes[member.place], training, attributes)
                 for member in self.members
             ]
-            jobs = [replace(job, forgotten=forgotten, copy=copy) for job in jobs]
+            jobs = [replace(j, forgotten=forgotten, before=before, copy=after) for j in jobs]
             try:
                 with self._starting():
                     current = self._pool.start(jobs, self._timeout)
@@ -279,11 +292,12 @@ class RayWorkers(DrivenWorkers):
             for _ in forgotten:
                 self._forgotten.popleft()
         except BaseException as error:
+            self._give_up_copy()
             self._resend()
             if not isinstance(error, InputError):
                 self.give_up(error)
             raise
-        return order, current, copy
+        return order, current, keeping
 
     def _leaves(self, order: Order) -> bool:
         """Whether the workers have something else after a pass than before it."""
@@ -307,7 +321,7 @@ class RayWorkers(DrivenWorkers):
         if len(share) < len(order.microbatches):
             values = [v if k in share else () for k, v in enumerate(part.values)]
             part = part.changed(values=values)
-        values = [tuple(map(_as_leaf, each)) for each in part.values]
+        values = [tuple(map(as_leaf, each)) for each in part.values]
         wanted = self.ownership.own(place, order.wanted)
         return StartPass(
             order=part.changed(loss=None, wanted=None, values=values),
@@ -338,20 +352,20 @@ class RayWorkers(DrivenWorkers):
 
     def finish(self, ticket: Ticket) -> Outcome:
         """Wait for a pass; its gradients stay with the workers."""
-        order, started, copy = ticket
+        order, started, keeping = ticket
         self._pool.check_under_way(started)
         current, jobs = None, [FinishPass(order.number, order.name)] * len(self.members)
-        seconds = self._seconds(copy)
+        seconds = self._seconds(keeping)
         try:
             with self._starting():
                 current = self._pool.start(jobs, seconds)
             self._pool.finish(started, seconds)
             found: list[Done] = self._pool.finish(current, seconds)
             outcome = self._taken(order, found)
-            self._done(copy)
+            self._done(keeping)
         except BaseException as error:
             self.give_up(error)
-            if copy is not None and may_be_done(current, error):
+            if keeping is not None and may_be_done(current, error):
                 self._pool.fail(f"{type(error).__name__} came at the end of {order.name}")
             raise
         return outcome
@@ -374,6 +388,7 @@ class RayWorkers(DrivenWorkers):
 
     def give_up(self, why: BaseException) -> None:
         """Give up the passes that are under way, and undo them."""
+        self._give_up_copy()
         try:
             self._pool.give_up(why)
             with suppress(PenstockError):  # if they are closed, there is nothing to undo
@@ -389,26 +404,49 @@ class RayWorkers(DrivenWorkers):
             self._model.resend()  # what was sent and not confirmed was interrupted
         return self._model.changes(len(self._places))
 
-    def _copy_after(self, changes: bool) -> Copy | None:
-        """The copy that is made after the next work, if one is.
-
-        Args:
-            changes: whether the workers have something else after it, besides what they are sent.
-        """
-        has_changes = self._model.take_changed()
-        if self._copying is None or not (changes or has_changes):
+    def _keeping_pass(self, order: Order, attributes: AttributeChanges) -> Keeping | None:
+        """How a pass is kept from being lost; `None` if nothing would be."""
+        noted, copying = self._model.take_noted(), self._copying
+        if copying is None or not (self._leaves(order) or noted or attributes):
             return None
-        return self._copying.next()
+        self._attributes.update(attributes)
+        is_simple = noted.is_simple and not attributes
+        if not is_simple or order.trial or order.again or order.microbatches[0].states is not None:
+            return copying.keep(None, False)
+        if order.what == "backward" and not copying.has_since_copy(order.number, order.training):
+            return copying.keep(None, False)
+        work = PassInLog.of(order, self._modules, noted).work()
+        return copying.keep(work, order.what != "backward" and not self._pool.under_way)
 
-    def _seconds(self, copy: Copy | None) -> float:
-        """Seconds that work may take after which this copy is made."""
-        return self._timeout + _MORE + (copy.timeout if copy is not None else 0.0)
+    def _keeping(self, again: Again | None, changes: bool) -> Keeping | None:
+        """How other work is kept from being lost; see `_run`."""
+        noted, copying = self._model.take_noted(), self._copying
+        if copying is None or not (changes or noted):
+            return None
+        if not noted.is_simple or (changes and again is None):
+            return copying.keep(None, False)
 
-    def _done(self, copy: Copy | None) -> None:
+        def both(workers: RayWorkers) -> None:
+            noted.again()
+            if again is not None:
+                again(workers)
+
+        return copying.keep(Work(both), False)
+
+    def _seconds(self, keeping: Keeping | None) -> float:
+        """Seconds that work may take which is kept like this."""
+        after = keeping.after if keeping is not None else None
+        return self._timeout + _MORE + (after.timeout if after is not None else 0.0)
+
+    def _done(self, keeping: Keeping | None) -> None:
         """Work has come to its end, and so has the copy after it."""
-        if self._copying is not None and copy is not None:
-            self._copying.done(copy)
+        if self._copying is not None and keeping is not None:
+            self._copying.done(keeping)
         self._confirm()
+
+    def _give_up_copy(self) -> None:
+        if self._copying is not None:
+            self._copying.give_up()
 
     def remembered(self) -> SideEffects:
         """Have here what the copies have, although a worker has died.
@@ -424,15 +462,32 @@ class RayWorkers(DrivenWorkers):
         found = copying.gathered()
         for parts in self._parts:
             parts.go_back(found.states)
-        since, attributes = self._changes(), self._following.changes()
-        self._model.go_back(found.values, found.gradients, since)
+        since, attributes, current = (
+            self._changes(),
+            self._following.changes(),
+            self._model.current(),
+        )
+        rewound = Rewinding(self._model, found, since, self._modules, attributes, self._sent)
+        self._lost = LostWork(copying.works, rewound, current)
         self._is_brought = True  # but for what modules remember
-        return self._side_effects([without(attributes, memory) for memory in found.memories])
+        return self._side_effects(found.memories)
+
+    @property
+    def has_log(self) -> bool:
+        """Whether there is work since the last copy."""
+        return self._copying is not None and bool(self._copying.works)
+
+    @property
+    def lost_work(self) -> LostWork:
+        """What was done since the copy that `remembered` has found."""
+        return self._lost
 
     def survivors(self) -> ActorSurvivors:
-        """The actors that can go on in another pool."""
+        """The actors that can go on in another pool, with what the script's model has."""
         if self._watch is not None:
             self._watch.close()
+        self._copying = None
+        self._model.stale.clear()
         survivors = self._pool.survivors()
         self._model.close()
         self.board.close()
@@ -447,12 +502,16 @@ class RayWorkers(DrivenWorkers):
         if not self._pool.under_way:
             self._model.confirm()
             self._following.confirm()
+            for number in self._attributes:
+                self._sent.note(number, self._modules[number])
+            self._attributes = {}
 
     def _resend(self) -> None:
         """Send the workers everything anew: nobody knows what has reached them."""
         self._training = ()
         self._model.resend()
         self._following.resend()
+        self._attributes = {}
 
     def _check_open(self) -> None:
         if self._pool.can_go_on:
@@ -468,6 +527,7 @@ class RayWorkers(DrivenWorkers):
         changes: bool = False,
         whole: bool = False,
         timeout: float | None = None,
+        again: Again | None = None,
     ) -> list[Any]:
         """Run a job on every worker, and wait for all.
 
@@ -476,26 +536,28 @@ class RayWorkers(DrivenWorkers):
             changes: whether the workers have something else afterwards.
             whole: as of `Pool.start`.
             timeout: seconds.
+            again: does the same with other workers; if it is left out and they change something,
+                there is a copy of what they have before this returns.
         """
         self._check_open()
         self._is_brought = False
-        copy = self._copy_after(changes)
-        if copy is not None:
-            copied = {id(job): Copied(job, copy) for job in jobs}
+        keeping = self._keeping(again, changes)
+        if keeping is not None and keeping.after is not None:
+            copied = {id(job): Copied(job, keeping.after) for job in jobs}
             jobs = [copied[id(job)] for job in jobs]
-        seconds = timeout or self._seconds(copy)
+        seconds = timeout or self._seconds(keeping)
         current = None
         try:
             with self._starting():
                 current = self._pool.start(jobs, seconds, whole)
             found = self._pool.finish(current, seconds)
-            self._done(copy)
+            self._done(keeping)
         except BaseException as error:
             if current is not None and is_done(current, len(jobs)):
-                self._done(copy)
+                self._done(keeping)
                 raise
             self._resend()
-            if copy is not None and (whole or may_be_done(current, error)):
+            if keeping is not None and (whole or may_be_done(current, error)):
                 self._pool.fail(f"{type(error).__name__} came before all workers had done the same")
             raise
         return found
@@ -562,7 +624,9 @@ class RayWorkers(DrivenWorkers):
         """As `torch.nn.utils.clip_grad_norm_` over the gradients of all workers; the same bits."""
         numbers = self._known(parameters)
         found: list[torch.Tensor] = self._run(
-            self._with_changes(lambda changes: Clip(numbers, clipping, changes)), changes=True
+            self._with_changes(lambda changes: Clip(numbers, clipping, changes)),
+            changes=True,
+            again=lambda workers: workers.clip(parameters, clipping),
         )
         return found[0]
 
@@ -579,7 +643,11 @@ class RayWorkers(DrivenWorkers):
         """As `torch.nn.utils.clip_grad_value_`."""
         numbers = self._known(parameters)
         jobs = self._with_changes(lambda changes: ClipValue(numbers, clip_value, foreach, changes))
-        self._run(jobs, changes=True)
+        self._run(
+            jobs,
+            changes=True,
+            again=lambda workers: workers.clip_value(parameters, clip_value, foreach),
+        )
 
     def unscale(
         self,
@@ -590,8 +658,13 @@ class RayWorkers(DrivenWorkers):
     ) -> list[torch.Tensor]:
         """Divide the workers' gradients by the scale of a loss scaler."""
         numbers = self._known(parameters)
+        inverse = inverse.clone()
         jobs = self._with_changes(lambda changes: Unscale(numbers, inverse, allows_half, changes))
-        found = self._run(jobs, changes=True)
+        found = self._run(
+            jobs,
+            changes=True,
+            again=lambda workers: workers.unscale(parameters, inverse, allows_half, unscale),
+        )
         return [scalar for own in found for scalar in own]
 
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
@@ -710,9 +783,15 @@ class RayWorkers(DrivenWorkers):
                 self._pool.run([Leave()] * len(self.members), _LEAVE)
         if self._pool.can_go_on and self._copying is not None:
             try:
-                self.remembered().bring()
+                left = self.remembered()
+                with self._lost.rewound():
+                    left.bring()
             except WorkerDied as death:
                 _warn_of_loss(death)
+            if count := len(self._lost.works):
+                _warn_of_loss(
+                    f"the last {count} passes and other pieces of work; a worker has died"
+                )
         for tensor in lost:
             warnings.warn(
                 f"the script's model has a tensor of shape {tuple(tensor.shape)} that was changed "
@@ -755,7 +834,7 @@ class _At:
         return self._model.names(names)
 
 
-def _warn_of_loss(error: PenstockError) -> None:
+def _warn_of_loss(error: object) -> None:
     warnings.warn(f"what was trained is lost as the pipeline is closed: {error}", stacklevel=2)
 
 
@@ -767,10 +846,3 @@ def _link(one: str, other: str, same: bool) -> str:
     if same:
         return "by reference"
     return "shared memory" if one == other else "torch.distributed (gloo)"
-
-
-def _as_leaf(value: Any) -> Any:
-    """A tensor without its history, which asks for a gradient if it did; all else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)

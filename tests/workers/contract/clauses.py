@@ -431,6 +431,30 @@ def clipping_has_the_bits_of_torch(kind: WorkerKind) -> None:
             rig.workers.clip([ours for ours, _ in mine], Clipping(1.0, 2.0, True))
 
 
+def weights_first() -> nn.Module:
+    """A module for each stage, of which the last one has no parameters."""
+    first = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    return nn.Sequential(first, nn.Sequential(nn.Tanh(), nn.Sigmoid()))
+
+
+@clause
+def a_stage_without_parameters(kind: WorkerKind) -> None:
+    with Rig(kind, weights_first) as rig:
+        both = optimizers(rig, torch.optim.SGD, lr=0.5)
+        for _ in range(2):
+            rig.train()
+            ours, theirs = (list(model.parameters()) for model in (rig.model, rig.twin))
+            rig.workers.clip_value(ours, 0.01, None)
+            nn.utils.clip_grad_value_(theirs, 0.01)
+            norm = rig.workers.clip(ours, Clipping(0.02))
+            assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs, 0.02))
+            rig.compare()
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+        rig.compare()
+
+
 @clause
 def states_of_the_model_and_of_a_copy(kind: WorkerKind) -> None:
     with Rig(kind) as rig:

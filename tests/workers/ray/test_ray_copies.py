@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,16 +11,17 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.capture.places import MISSING
 from penstock.errors import WorkerDied
 from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.workers.members import Member
 from penstock.workers.pool import Dispatch, JobResult
+from penstock.workers.ray import copying as copying_module
 from penstock.workers.ray.copies import (
+    EVERYTHING,
     GRADIENT,
     MEMORY,
-    OF_OTHERS,
-    OF_PASS,
     PART,
     STATE,
     UNSENT,
@@ -27,13 +30,14 @@ from penstock.workers.ray.copies import (
     Change,
     Copy,
     Shelf,
+    Taken,
 )
-from penstock.workers.ray.copying import Gathered, buddies_of, is_done, may_be_done, without
+from penstock.workers.ray.copying import Copying, Gathered, buddies_of, is_done, may_be_done
 from penstock.workers.ray.model import DriverModel
 from penstock.workers.ray.pickled import pickled, unpickled
-from penstock.workers.remembering import ModuleMemory, StateKey
-
-EVERYTHING = (*OF_PASS, *OF_OTHERS)
+from penstock.workers.ray.rewinding import Rewinding, SentAttributes
+from penstock.workers.redo import Work
+from penstock.workers.remembering import ModuleMemory
 
 
 def members(nodes: str, replicas: int = 1) -> list[Member]:
@@ -137,8 +141,8 @@ def never() -> bool:
     return False
 
 
-def sent(copies: ActorCopies, own: Any, what: Copy, kinds: Any = EVERYTHING) -> Change:
-    copies.make(own, what, kinds)
+def sent(copies: ActorCopies, own: Any, what: Copy) -> Change:
+    copies.make(own, what)
     copies.send(what, never)
     found: Change = copies._buddy.sent[-1]
     return found
@@ -171,21 +175,8 @@ def test_what_has_changed_is_sent_and_no_more() -> None:
 def test_the_first_copy_has_everything() -> None:
     own = worker()
     own.step()
-    change = sent(with_buddy(Buddy()), own, copy(1), OF_PASS)
+    change = sent(with_buddy(Buddy()), own, copy(1))
     assert {key[0] for key in change.changed} == set(EVERYTHING)
-
-
-def test_what_cannot_have_changed_is_not_looked_at_and_stays() -> None:
-    own = worker()
-    copies = with_buddy(Buddy())
-    own.step()
-    whole = sent(copies, own, copy(1))
-    own.step()
-    change = sent(copies, own, copy(2, 1), OF_PASS)
-    assert {key[0] for key in change.changed} == {VALUE, GRADIENT, MEMORY}
-    assert change.gone == []
-    states = {key for key in whole.changed if key[0] == STATE}
-    assert states <= set(copies.copy_of(0, 2) or {})
 
 
 def test_zeros_with_another_sign_and_another_layout_are_changes() -> None:
@@ -207,7 +198,7 @@ def test_a_copy_is_of_its_moment() -> None:
     own, buddy = worker(), Buddy()
     copies = with_buddy(buddy)
     before = own.tensors[0].detach().clone()
-    copies.make(own, copy(1), EVERYTHING)
+    copies.make(own, copy(1))
     own.step()
     copies.send(copy(1), never)
     assert torch.equal(buddy.sent[0].changed[VALUE, 0], before)
@@ -234,7 +225,7 @@ def test_what_was_made_and_not_sent_comes_with_the_next_copy() -> None:
     copies = with_buddy(buddy)
     sent(copies, own, copy(1))
     own.step()
-    copies.make(own, copy(2, 1), OF_PASS)  # of a pass that fails elsewhere
+    copies.make(own, copy(2, 1))  # of a pass that fails elsewhere
     change = sent(copies, own, copy(3, 1))
     assert change.base == 1
     assert {VALUE, GRADIENT, STATE} <= {key[0] for key in change.changed}
@@ -256,7 +247,7 @@ def test_a_copy_that_was_lost_on_the_way_is_sent_again() -> None:
 )
 def test_a_copy_that_is_not_taken(answer: Any, timeout: float, why: str) -> None:
     copies = with_buddy(Buddy(*[answer] * 9))
-    copies.make(worker(), copy(1), EVERYTHING)
+    copies.make(worker(), copy(1))
     with pytest.raises(WorkerDied, match=rf"worker 1 has not taken copy 1 of .* 0 has \({why}"):
         copies.send(copy(1, timeout=timeout), never)
 
@@ -266,7 +257,7 @@ def test_a_buddy_that_has_died() -> None:
 
     buddy = Buddy(ray.exceptions.RayActorError())
     copies = with_buddy(buddy)
-    copies.make(worker(), copy(1), EVERYTHING)
+    copies.make(worker(), copy(1))
     with pytest.raises(WorkerDied, match="worker 1 has not taken copy 1 of what worker 0 has"):
         copies.send(copy(1), never)
     assert buddy.sent == []
@@ -275,7 +266,7 @@ def test_a_buddy_that_has_died() -> None:
 @pytest.mark.parametrize("answers", [["late"], [RuntimeError("lost")]])
 def test_a_wait_for_the_buddy_is_given_up(answers: list[Any]) -> None:
     copies = with_buddy(Buddy(*answers))
-    copies.make(worker(), copy(1), EVERYTHING)
+    copies.make(worker(), copy(1))
     looks = iter([False, True, True])
     with pytest.raises(Aborted, match=UNSENT):
         copies.send(copy(1), lambda: next(looks))
@@ -325,51 +316,234 @@ def test_what_replicas_have_is_left_with_one_of_them() -> None:
     assert Gathered.of(members("ab", replicas=2), {1: whole}, {}).lost == [0]
 
 
-def test_attributes_that_the_script_has_set_since_stay() -> None:
-    def key(number: int, name: str, registry: str = "") -> StateKey:
-        return StateKey("module", number, registry, name)
-
-    memory: Any = dict.fromkeys([key(0, "a"), key(0, "b"), key(1, "a"), key(0, "a", "hooks")])
-    left = [key(0, "b"), key(1, "a"), key(0, "a", "hooks")]
-    assert list(without({0: {"a": 1}}, memory)) == left
-
-
-def test_what_the_script_has_done_since_a_copy_stays_done() -> None:
+def test_what_the_script_has_done_is_noted_once() -> None:
     model = nn.Linear(2, 2)
     driver = DriverModel(model)
     driver.deliveries([list(model.parameters())])
     weight, bias = model.weight, model.bias
     driver.changes(1)
-    assert not driver.take_changed()
+    assert not driver.take_noted()
     with torch.no_grad():
         bias.fill_(3.0)
+    driver.changes(1)
+    assert not driver.take_noted().is_simple
+    assert not driver.take_noted()  # it is kept now
+    driver.resend()  # or is not: the work failed that it came with
+    driver.changes(1)
+    assert driver.take_noted()
+    driver.confirm()
     weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
     driver.changes(1)
-    assert driver.take_changed()
-    assert not driver.take_changed()  # a copy has it now
-    driver.resend()  # or has not: the work failed after which it is made
-    driver.changes(1)
-    assert driver.take_changed()
+    assert not driver.take_noted().is_simple
     driver.confirm()
+    weight.grad.zero_()
+    bias.grad = None
     driver.changes(1)
-    assert not driver.take_changed()
-    driver.has_changed([weight])
-    with torch.no_grad():
-        weight.grad.zero_()
-        bias.grad = None
-    driver.changes(1)
-    driver.resend()  # the work with which they were told has failed
-    values = {0: torch.full((2, 2), 7.0), 1: torch.full((2,), 7.0)}
-    gradients = {0: torch.full((2, 2), 2.0), 1: torch.full((2,), 2.0)}
-    driver.go_back(values, gradients, driver.changes(1))
-    assert torch.equal(weight, values[0])
+    noted = driver.take_noted()
+    assert noted.is_simple
+    weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
+    noted.again()
     assert torch.equal(weight.grad, torch.zeros(2, 2))
     assert bias.grad is None
-    assert torch.equal(bias, values[1])
+    driver.changes(1)
+    driver.take_noted()
+    bias.requires_grad_(False)
+    driver.changes(1)
+    assert not driver.take_noted().is_simple
+
+
+class Labelled(nn.Module):
+    """A layer with attributes of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.rate, self.names, self.scale = 0.5, ["a"], torch.ones(2)
+        self.tied = [self.layer, self.layer.weight]
+
+
+def test_attributes_as_they_were_sent() -> None:
+    model = Labelled()
+    sent = SentAttributes(model)
+    sent.note(0, model)
+    model.rate = 0.1
+    model.names.append("b")
+    model.more = 1  # type: ignore[assignment]
+    names = dict.fromkeys(["rate", "names", "scale", "tied", "more"])
+    (found,) = sent.as_sent({0: names}).values()
+    assert (found["rate"], found["names"], found["more"]) == (0.5, ["a"], MISSING)
+    assert found["scale"] is model.scale  # a tensor of the model, whose values are sent as such
+    assert found["tied"][0] is model.layer
+    assert found["tied"][1] is model.layer.weight
+    sent.note(0, model)
+    assert sent.as_sent({0: {"rate": None}, 5: {"rate": None}}) == {0: {"rate": 0.1}}
+
+
+def test_the_model_is_as_it_was_and_then_as_the_script_has_made_it() -> None:
+    model = Labelled()
+    weight, bias = model.layer.weight, model.layer.bias
+    driver, sent = DriverModel(model), SentAttributes(model)
+    driver.deliveries([list(model.parameters())])
+    sent.note(0, model)
+    driver.changes(1)
+    driver.confirm()
+    weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
+    driver.changes(1)
+    driver.confirm()
+    driver.has_changed([weight])  # by a step
+    assert [t is bias for t in driver.current()] == [True]
+    weight.grad.zero_()
+    bias.grad = None
     with torch.no_grad():
         bias.fill_(5.0)
-    driver.go_back(values, gradients, driver.changes(1))
-    assert bias.tolist() == [5.0, 5.0]
+    weight.requires_grad_(False)
+    model.rate = 0.1
+    copied = Gathered(
+        values={0: torch.full((2, 2), 7.0), 1: torch.full((2,), 7.0)},
+        gradients={0: torch.full((2, 2), 2.0), 1: torch.full((2,), 2.0)},
+    )
+    since = driver.changes(1)
+    rewound = Rewinding(driver, copied, since, [model], {0: {"rate": 0.1}}, sent)
+    for _ in range(2):  # those who take over may fail
+        with rewound():
+            assert [t.mean().item() for t in (weight, bias, weight.grad, bias.grad)] == [7, 7, 2, 2]
+            assert (model.rate, weight.requires_grad) == (0.5, True)
+            weight.grad.zero_()
+            bias.grad = None
+            bias.data.zero_()
+        assert torch.equal(weight, copied.values[0])
+        assert torch.equal(weight.grad, torch.zeros(2, 2))
+        assert (bias.grad, bias.tolist()) == (None, [5.0, 5.0])
+        assert (model.rate, weight.requires_grad) == (0.1, False)
+
+
+# -- copies while work goes on, and the log -------------------------------------------------------
+
+
+def test_a_copy_is_sent_while_work_goes_on() -> None:
+    arrived, buddy, own = threading.Event(), Buddy(), worker()
+    take = buddy.remote
+    buddy.remote = lambda *given: arrived.wait(10) and take(*given)  # type: ignore[method-assign]
+    copies = with_buddy(buddy)
+    copies.make(own, copy(1))
+    copies.send_meanwhile(copy(1))
+    own.step()
+    assert copies.taken.number == -1
+    copies.make(own, copy(2))
+    with pytest.raises(Aborted, match=UNSENT):  # the one before is still under way
+        copies.send(copy(2), lambda: True)
+    arrived.set()
+    copies.send(copy(2), never)
+    assert copies.taken.number == 2
+    assert copies.taken.seconds > 0
+    assert [change.number for change in buddy.sent] == [1, 2]
+    assert GRADIENT not in {key[0] for key in buddy.sent[0].changed}
+
+
+def test_what_was_not_taken_is_said_before_the_next_work() -> None:
+    copies = with_buddy(Buddy(False))
+    copies.make(worker(), copy(1))
+    copies.send_meanwhile(copy(1))
+    assert copies._sender is not None
+    copies._sender.join()
+    with pytest.raises(WorkerDied, match="worker 1 has not taken copy 1"):
+        copies.check()
+
+
+def test_nobody_hears_of_a_copy_that_was_sent_for_members_that_are_gone() -> None:
+    copies = with_buddy(Buddy(*[RuntimeError("lost")] * 99))
+    copies.make(worker(), copy(1))
+    copies.send_meanwhile(copy(1))
+    copies.close()
+    assert copies._sender is not None
+    copies._sender.join(10)
+    copies.check()
+    assert copies.taken.number == -1
+
+
+def log_of(pool: Any) -> Copying:
+    pool.copies, pool.taken, pool.pair = 0, {0: Taken(), 1: Taken()}, lambda *_: None
+    return Copying(members("ab"), pool, 1.0, 1.0, 10)
+
+
+def work(nbytes: int = 0, order: Any = None) -> Work:
+    return Work(lambda workers: None, order, nbytes)
+
+
+def test_what_is_done_between_copies_is_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SimpleNamespace()
+    copying = log_of(pool)
+    first = copying.keep(work(), True)
+    assert (first.before, first.work) == (None, None)
+    assert first.after is not None  # before it nobody has a copy of anything
+    copying.done(first)
+    assert copying.works == []
+    pool.taken = dict.fromkeys(pool.taken, Taken(1, 3.0))
+    early, late, later = work(), work(), work()
+    kept = copying.keep(early, True)
+    assert kept.before is None  # the last one is not long ago
+    copying.done(kept)
+    monkeypatch.setattr(copying_module, "_SHARE", math.inf)
+    kept = copying.keep(late, True)
+    assert kept.before is not None
+    assert copying.keep(later, True).before is None  # one is on its way
+    copying.done(kept)
+    pool.taken[0] = Taken(2, 3.0)
+    assert copying.works == [early, late]
+    pool.taken[1] = Taken(2, 3.0)
+    assert copying.works == [late]
+    copying.done(copying.keep(later, False))
+    assert copying.works == [late, later]
+    whole = copying.keep(None, False)  # what the log cannot have
+    copying.done(whole)
+    assert whole.after is not None
+    assert copying.works == []
+
+
+def test_a_copy_of_which_nobody_knows_who_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying_module, "_SHARE", math.inf)
+    pool = SimpleNamespace()
+    copying = log_of(pool)
+    copying.done(copying.keep(None, False))
+    pool.taken = dict.fromkeys(pool.taken, Taken(1, 1.0))
+    done = work()
+    copying.done(copying.keep(done, False))
+    copying.keep(work(), True)  # the pass fails
+    copying.give_up()
+    pool.taken[0] = Taken(2, 1.0)
+    other = copying.keep(work(), True)
+    assert other.before is not None
+    pool.taken[1] = Taken(3, 1.0)
+    assert copying.works == [done]
+    pool.taken[0] = Taken(3, 1.0)
+    assert copying.works == []
+
+
+def test_a_log_that_is_large_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying_module, "_SHARE", 0.0)
+    monkeypatch.setattr(copying_module, "_LOG", 5)
+    copying = log_of(pool := SimpleNamespace())
+    copying.done(copying.keep(None, False))
+    pool.taken = dict.fromkeys(pool.taken, Taken(1, 1.0))
+    for _ in range(2):
+        kept = copying.keep(work(6), True)
+        assert kept.before is None
+        copying.done(kept)
+    assert copying.keep(work(6), True).before is not None  # as many bytes as the model has are kept
+
+
+def test_whether_the_log_has_the_forward_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying_module, "_SHARE", math.inf)
+    copying = log_of(pool := SimpleNamespace())
+    copying.done(copying.keep(None, False))
+    pool.taken = dict.fromkeys(pool.taken, Taken(1, 1.0))
+    forward = SimpleNamespace(what="forward", number=4, training=True)
+    copying.done(copying.keep(work(order=forward), False))
+    assert copying.has_since_copy(4, True)
+    assert not copying.has_since_copy(4, False)
+    assert not copying.has_since_copy(5, True)
+    copying.done(copying.keep(work(), True))  # a copy is made after the forward
+    assert not copying.has_since_copy(4, True)
 
 
 # -- what was interrupted -------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
+from penstock.runner import Runner
+from penstock.workers.ray import copying
 from penstock.workers.ray.cluster import Cluster, ray
 from penstock.workers.ray.copies import Change
 from penstock.workers.ray.pickled import pickled
+from penstock.workers.redo import Work
 from tests.pipeline import test_on_failure as processes
 from tests.pipeline.test_on_failure import (
     COUNT,
@@ -41,8 +45,10 @@ HERE = ps.Ray(cpus=1)
 
 
 @pytest.fixture(autouse=True)
-def _ray() -> None:
+def _ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for actors, and copies are made before every pass, if none is being sent."""
     have_room()
+    monkeypatch.setattr(copying, "_SHARE", math.inf)
 
 
 def check(folder: Path, events: dict[int, Event], **options: Any) -> ps.Pipeline:
@@ -80,19 +86,19 @@ class Arm:
     def __call__(self, own: Any) -> None:
         if own.worker != self.worker:
             return
-        send = own.copies.send
+        send = own.copies._send
 
         def fatal(*args: Any) -> None:
             if self.is_sent:
                 send(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        own.copies.send = fatal
+        own.copies._send = fatal
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A job: let the next copy take so many seconds."""
+    """A job: let the next copy take so many seconds that is waited for."""
 
     seconds: float
 
@@ -221,21 +227,34 @@ def test_nothing_is_lost_if_an_actor_has_died_before_the_pipeline_is_closed() ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_copies_are_made_of_what_has_changed_and_of_nothing_else() -> None:
+def test_what_has_changed_is_in_a_copy_or_in_the_log_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copying, "_SHARE", 0.0)  # copies are made where they have to be
     model = plain_layers()
     with make(model, on_failure="replace") as pipe:
+        kept = pipe._workers._copying  # type: ignore[attr-defined]
         pool = pipe._workers._pool  # type: ignore[attr-defined]
-        step(pipe)
+        step(pipe)  # is followed by a copy of everything
+        assert kept.works == []
         model.zero_grad()
         model.eval()
         before = pool.copies
         list(pipe.map([X] * 6, ahead=3))
-        assert pool.copies == before + 1  # of the gradients that are gone
+        assert len(kept.works) == 1  # the gradients that are gone
         pipe.fetch()
         list(pipe.map([X] * 2))
-        assert pool.copies == before + 1
+        assert len(kept.works) == 1
+        model.train()
+        step(pipe)
+        assert (len(kept.works), pool.copies) == (2, before)
+        model.eval()
         model[0].marked = 1.0
         list(pipe.map([X] * 2))
+        assert (len(kept.works), pool.copies) == (0, before + 1)
+        kept._most = 0  # bytes that the log may have
+        step(pipe)
+        step(pipe)
         assert pool.copies == before + 2
 
 
@@ -351,41 +370,49 @@ def plain_layers() -> nn.Module:
     return nn.Sequential(*(layer for each in layers for layer in each))
 
 
-DEATHS: dict[str, dict[str, Event]] = {
-    "before work": {
-        "0 second pass": send(0),
-        "1 unscale": send(1),
-        "1 step": send(0),
-        "2 clip": send(1),
-        "3 pass": send(0),
-    },
-    "before it is copied": {
-        "0 pass": arm(0, False),
-        "1 second pass": arm(1, False),
-        "2 unscale": arm(0, False),
-        "2 step": arm(1, False),
-        "load": arm(0, False),
-        "3 clip": arm(1, False),
-    },
-    "when it is copied": {
-        "0 second pass": arm(1, True),
-        "0 step": arm(0, True),
-        "1 clip value": arm(1, True),
-        "2 pass": arm(0, True),
-        "fetch": send(1),
-        "3 unscale": arm(0, True),
-        "3 step": arm(1, True),
-    },
+KILLED: dict[str, Event] = {
+    "0 second pass": send(0),
+    "1 unscale": send(1),
+    "1 step": send(0),
+    "2 clip": send(1),
+    "3 pass": send(0),
+}
+DEATHS: dict[str, tuple[float, dict[str, Event]]] = {
+    "and all since the first copy is done again": (0.0, KILLED),
+    "and there are copies before passes": (math.inf, KILLED),
+    "before its copy is sent": (
+        math.inf,
+        {
+            "0 pass": arm(0, False),
+            "1 second pass": arm(1, False),
+            "2 pass": arm(0, False),
+            "load": arm(1, False),
+            "3 second pass": arm(0, False),
+        },
+    ),
+    "when its copy has been sent": (
+        math.inf,
+        {
+            "0 second pass": arm(1, True),
+            "1 second pass": arm(0, True),
+            "2 second pass": arm(1, True),
+            "load": arm(0, True),
+            "3 second pass": arm(1, True),
+        },
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("when", DEATHS)
-def test_only_the_work_under_way_is_done_again_with_what_it_was_given(when: str) -> None:
+def test_what_is_lost_is_done_again_with_what_it_was_given(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
         wanted = eventful(pipe, lambda moment: None)
-    events = dict(DEATHS[when])
+    share, events = DEATHS[when][0], dict(DEATHS[when][1])
+    monkeypatch.setattr(copying, "_SHARE", share)
     count = len(events)
     with make(plain_layers(), on_failure="replace") as pipe:
         found = eventful(pipe, lambda moment: events.pop(moment, lambda pipe: None)(pipe))
@@ -395,6 +422,103 @@ def test_only_the_work_under_way_is_done_again_with_what_it_was_given(when: str)
         assert ray().get([actor.hold.remote(k, 1, stale) for k in (0, count)]) == [False, True]
     assert found.keys() == wanted.keys()
     assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+
+
+def train_with_events(
+    pipe: ps.Pipeline, events: dict[int, Event], count: int = 5
+) -> dict[str, torch.Tensor]:
+    """All that has come of some steps; each event is before one of them."""
+    torch.manual_seed(11)
+    optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+    found = {}
+    for k in range(count):
+        optimizer.zero_grad()
+        events.get(k, lambda _: None)(pipe)
+        found[f"loss {k}"] = step(pipe)
+        optimizer.step()
+    for number, own in optimizer.state_dict()["state"].items():
+        found |= {f"{name} {number}": value.clone() for name, value in own.items()}
+    return found | {name: value.clone() for name, value in pipe.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_another_dies_while_what_is_lost_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_SHARE", 0.0)
+    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
+        wanted = train_with_events(pipe, {})
+    counts: list[int] = []
+    do_again = Runner.do_again
+
+    def disturbed(self: Runner, works: Sequence[Work]) -> None:
+        counts.append(len(works))
+        if len(counts) == 1:
+            do_again(self, works[:3])
+            os.kill(self.workers.members[0].pid, signal.SIGKILL)
+            do_again(self, works[3:])
+        do_again(self, works)
+
+    monkeypatch.setattr(Runner, "do_again", disturbed)
+    with make(plain_layers(), on_failure="replace") as pipe:
+        found = train_with_events(pipe, {4: send(1)})
+    assert counts[0] == counts[1] > 3
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_lost_is_done_again_with_the_attributes_of_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The script sets one, and writes a weight, before the pass at which the death is noticed."""
+    monkeypatch.setattr(copying, "_SHARE", 0.0)
+
+    def change(pipe: ps.Pipeline) -> None:
+        pipe.model[3].p = 0.5  # type: ignore[index]
+        pipe.model.eval()
+        pipe.model[3].train()  # type: ignore[index]
+
+    def die(pipe: ps.Pipeline) -> None:
+        pipe.fetch()
+        send(1)(pipe)
+        time.sleep(0.5)
+        change(pipe)
+        with torch.no_grad():
+            pipe.model[0].weight.mul_(0.5)  # type: ignore[index]
+
+    def live(pipe: ps.Pipeline) -> None:
+        change(pipe)
+        with torch.no_grad():
+            pipe.model[0].weight.mul_(0.5)  # type: ignore[index]
+
+    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
+        wanted = train_with_events(pipe, {4: live}, 6)
+    with make(plain_layers(), on_failure="replace") as pipe:
+        found = train_with_events(pipe, {4: die}, 6)
+        assert pipe.members.number == 1
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_lost_is_said_if_nobody_can_do_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_SHARE", 0.0)
+    model = plain_layers()
+    with make(model, on_failure="replace", workers=ps.Ray(cpus=1, wait=1.0)) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        step(pipe)
+        step(pipe)
+        pipe.fetch()
+        copied = {name: value.clone() for name, value in model.state_dict().items()}
+        for _ in range(2):
+            optimizer.step()  # there is a copy as its parts are new
+            step(pipe)
+        monkeypatch.setattr(Cluster, "placed", lambda *_: {})  # as if the node had gone
+        send(0)(pipe)
+        with pytest.raises(ps.InputError, match=r"\(passes: 2; other work, .*: 2\)"):
+            step(pipe)
+    found = model.state_dict()
+    assert [name for name in copied if not torch.equal(copied[name], found[name])] == []
 
 
 @pytest.mark.slow
@@ -447,7 +571,8 @@ def test_fewer_and_fewer_go_on_and_then_more_again(tmp_path: Path) -> None:
 
 
 def interrupt(pipe: ps.Pipeline) -> None:
-    """A step with a Ctrl-C while copies are sent."""
+    """A step with a Ctrl-C while copies are sent, as the script has set an attribute."""
+    pipe.model[0].marked = 1.0  # type: ignore[index]
     tell(pipe, Slow(3.0))
     timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
     timer.start()
@@ -584,8 +709,8 @@ def test_nothing_is_copied_unless_it_is_asked_for() -> None:
         step(pipe)
         step(pipe)
         found = pipe._workers._run([_copies_of] * 2)  # type: ignore[attr-defined]
-        assert found == [(None, False)] * 2
+        assert found == [(-1, False)] * 2
 
 
-def _copies_of(own: Any) -> tuple[int | None, bool]:
-    return own.copies._sent, bool(own.copies._own._copies)
+def _copies_of(own: Any) -> tuple[int, bool]:
+    return own.copies.taken.number, bool(own.copies._own._copies)
