@@ -1,12 +1,13 @@
 """What `on_failure` costs while nothing fails: steps of pipelines with and without it.
 
     python -m penstock.bench surviving [--workers ray] [--models gpt,tiny] [--seconds 60]
-        [--json FILE] [--record]
+        [--steps 1] [--json FILE] [--record]
 
 Pipelines of two worker processes, or of two actors of a Ray cluster on this machine, with the same
-plan take whole steps in turns: gradients are dropped, the batch is trained, and Adam updates the
-parameters. The ratios are medians of pairs, with the interval in which 95 % of the medians of
-resampled pairs lie; and of all seconds, as copies of what actors have are not made in every step.
+plan take whole steps in turns, one or several each: gradients are dropped, the batch is trained,
+and Adam updates the parameters. The ratios are medians of pairs, with the interval in which 95 % of
+the medians of resampled pairs lie; and of all seconds, as copies of what actors have are not made
+in every step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.bench import record
 from penstock.bench.guarded import interval
 from penstock.bench.subjects import Subject, subjects
 
-_WARM_UP = 5  # turns; in the first steps optimizer state comes to shared memory
+_WARM_UP = 5  # steps; in the first ones optimizer state comes to shared memory
 _FEWEST = 5  # turns, however long they take
 _SETTINGS: tuple[Any, ...] = ("raise", "replace", "continue")
 
@@ -53,8 +54,12 @@ class _Side:
         )
         self._optimizer = self.pipe.optimizer(torch.optim.Adam, lr=1e-4)
 
-    def step(self) -> tuple[float, float]:
-        """The seconds of a step, and of the optimizer in it."""
+    def turn(self, steps: int) -> tuple[float, float]:
+        """The seconds of a step, and of the optimizer in it; means of so many steps."""
+        whole, optimizer = zip(*(self._step() for _ in range(steps)), strict=True)
+        return statistics.mean(whole), statistics.mean(optimizer)
+
+    def _step(self) -> tuple[float, float]:
         begun = time.perf_counter()
         self._optimizer.zero_grad()
         self.pipe.train_step(self._x, target=self._y, loss_fn=self._loss)
@@ -64,13 +69,16 @@ class _Side:
         return ended - begun, ended - trained
 
 
-def cost(subject: Subject, seconds: float, workers: str = "processes") -> dict[str, Any]:
+def cost(
+    subject: Subject, seconds: float, workers: str = "processes", steps: int = 1
+) -> dict[str, Any]:
     """Train for a while, and say what a step takes with each setting.
 
     Args:
         subject: what is trained.
         seconds: how long; a few turns at least.
         workers: their kind.
+        steps: of a turn.
     """
     with ExitStack() as stack:
         first = _Side(
@@ -82,11 +90,12 @@ def cost(subject: Subject, seconds: float, workers: str = "processes") -> dict[s
             given = {"workers": workers, "plan": plan, "on_failure": setting}
             sides[setting] = _Side(subject, given, stack)
         spent: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        warm_up = -(-_WARM_UP // steps)
         end = time.perf_counter() + seconds
-        while time.perf_counter() < end or len(spent[_SETTINGS[0]]) < _WARM_UP + _FEWEST:
+        while time.perf_counter() < end or len(spent[_SETTINGS[0]]) < warm_up + _FEWEST:
             for name in random.sample([*sides], len(sides)):
-                spent[name].append(sides[name].step())
-    measured = {name: times[_WARM_UP:] for name, times in spent.items()}
+                spent[name].append(sides[name].turn(steps))
+    measured = {name: times[warm_up:] for name, times in spent.items()}
     without = measured[_SETTINGS[0]]
     ratios = {}
     for name in _SETTINGS[1:]:
@@ -100,6 +109,7 @@ def cost(subject: Subject, seconds: float, workers: str = "processes") -> dict[s
     return {
         "model": subject.name,
         "workers": workers,
+        "steps": steps,
         "turns": len(without),
         "milliseconds": 1e3 * statistics.median(step for step, _ in without),
         "optimizer_milliseconds": 1e3 * statistics.median(own for _, own in without),
@@ -113,15 +123,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", choices=["processes", "ray"], default="processes")
     parser.add_argument("--models", default="gpt,tiny")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each of them")
+    parser.add_argument("--steps", type=int, default=1, help="of a turn")
     parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(arguments)
     found = []
     for name in options.models.split(","):
-        each = cost(subjects(options.quick)[name], options.seconds, options.workers)
+        asked = options.seconds, options.workers, options.steps
+        each = cost(subjects(options.quick)[name], *asked)
         found.append(each)
         print(
             f"{each['model']}: {each['milliseconds']:.2f} ms a step, of which the optimizer takes "
-            f"{each['optimizer_milliseconds']:.2f}; {each['turns']} turns",
+            f"{each['optimizer_milliseconds']:.2f}; {each['turns']} turns of {each['steps']}",
             flush=True,
         )
         for setting, ratios in each["ratios"].items():
