@@ -49,6 +49,7 @@ from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
 from penstock.plan.request import Cut, Recompute, Request
 from penstock.planning.planner import better_plan, decide_plan, warn_of_launches
+from penstock.runner import weak_surviving
 from penstock.running import Running
 from penstock.sessions.session import Session, Sessions
 from penstock.steps import Loading, StepHook
@@ -728,7 +729,7 @@ class Pipeline:
         chosen = parameter_groups(self.model, params)
         optimizer = PipelineOptimizer(
             *(kind, chosen, self._running.dividing),
-            surviving=self._runner.between_passes,
+            surviving=weak_surviving(self._runner),
             **options,
         )
         self._running.add(optimizer)

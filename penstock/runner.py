@@ -36,6 +36,7 @@ from penstock.errors import (
     StatesLost,
     WorkerDied,
     WorkerError,
+    closed,
 )
 from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
@@ -202,6 +203,19 @@ class _Before(NamedTuple):
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def weak_surviving(runner: Runner) -> Callable[..., Any]:
+    """The method `between_passes` of a runner, which this does not keep alive."""
+    known = weakref.WeakMethod(runner.between_passes)
+
+    def surviving(work: Callable[[], T], updates: bool = False) -> T:
+        between_passes = known()
+        if between_passes is None:
+            raise closed("nobody has it any more")
+        return between_passes(work, updates)
+
+    return surviving
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
@@ -784,27 +798,25 @@ class Runner:
     def _who_recovers(self) -> Recovery | None:
         return None if self.recovery is None else self.recovery()
 
-    def do_again(self, works: Sequence[Work]) -> None:
+    def redo(self, works: Sequence[Work]) -> None:
         """Have the workers do again what those before them have done.
 
         Raises:
             WorkerDied: one has died.
         """
-        forwards: dict[int, Order] = {}
+        passes = [work.order for work in works if work.order is not None]
+        awaited = {order.number for order in passes if order.what == "backward"}
         for work in works:
             order = work.order
             if order is not None:
                 self._introduce(order)
-            work.again(self.workers)
-            if order is not None and order.what == "forward":
-                forwards[order.number] = order
-            elif order is not None and order.what == "backward":
-                forwards.pop(order.number, None)
-        for number, order in forwards.items():
-            if number in self._awaiting_backward:
-                self._lost.discard(number)
+            work.redo(self.workers)
+            if order is None or order.what != "forward" or order.number in awaited:
+                continue
+            if order.number in self._awaiting_backward:
+                self._lost.discard(order.number)
             else:
-                self.workers.forget(order.training, number)
+                self.workers.forget(order.training, order.number)
 
     def finish(self, started: Started) -> Outcome:
         """Wait for a pass that `start` has begun; returns its outcome and records its timeline.
@@ -924,16 +936,18 @@ class Runner:
         If one has died since the last pass, what would be lost is done again by others first.
         """
         try:
-            if self.workers.has_log and (not self._user.is_busy or self._user.is_here()):
-                self.surviving(lambda: self.workers.fetch_states(()))
+            if self.workers.has_log and self._user.may_work():
+                with self._user.working():
+                    self.surviving(lambda: self.workers.fetch_states(()))
         except PenstockError as error:
             warnings.warn(
                 f"some of what was trained is lost as the pipeline is closed: {error}", stacklevel=2
             )
-        try:
-            self.workers.close()
         finally:
-            self._user.drop()
+            try:
+                self.workers.close()
+            finally:
+                self._user.drop()
 
 
 class _User:
@@ -996,10 +1010,14 @@ class _User:
             with self._lock:
                 self._works -= 1
 
+    def may_work(self) -> bool:
+        """Whether no other thread has the workers."""
+        me = threading.get_ident()
+        return not ((self._passes and self._thread != me) or (self._works and self._works_in != me))
+
     def _check_thread(self) -> None:
         """Raise if another thread has the workers."""
-        me = threading.get_ident()
-        if (self._passes and self._thread != me) or (self._works and self._works_in != me):
+        if not self.may_work():
             raise InputError(
                 "another thread is using this pipeline; use it from one thread only, or hold "
                 "a lock around each step"

@@ -463,6 +463,8 @@ class Running:
             survivors = now.survivors()
             chosen = self.given.as_they_are(now, self.threads)
             with self._ending(survivors, lost):
+                with lost.rewound():
+                    left.bring()
                 plan = old
                 if self._fallbacks is not None:
                     if not survivors and death is not None:
@@ -471,7 +473,7 @@ class Running:
                     one_replica = with_one_replica(self.given.request, old, left)[0].replicas == 1
                     plan = self._fallbacks.best(max(1, len(survivors)), one_replica)
                     chosen = self.given.on(list(plan.devices), now, self.threads)
-                self._try_to_use(chosen, plan, survivors, what, left, lost)
+                self._try_to_use(chosen, plan, survivors, what, lost)
             if plan is not old:  # else there are as many as before
                 self.given = replace(self.given, workers=chosen)
             took = show_seconds(time.monotonic() - began)
@@ -504,7 +506,8 @@ class Running:
             yield
         except InputError as error:
             self.workers.close()
-            raise InputError(f"{error}. The pipeline is closed. {_HOW_TO_GO_ON}") from error
+            how = _how_to_go_on(self.workers.lost_work)
+            raise InputError(f"{error}. The pipeline is closed. {how}") from error
 
     @contextmanager
     def _ending(self, survivors: Survivors, lost: LostWork) -> Iterator[None]:
@@ -516,6 +519,8 @@ class Running:
             if isinstance(error, (InputError, PlanError)):
                 how = _how_to_go_on(lost)
                 raise type(error)(f"{error}. The pipeline is closed. {how}") from error
+            if lost.works and not isinstance(error, ClosedError):  # which says it already
+                error.add_note(_how_to_go_on(lost))
             raise
 
     def _try_to_use(
@@ -524,7 +529,6 @@ class Running:
         plan: Plan,
         survivors: Survivors,
         what: str,
-        left: SideEffects,
         lost: LostWork,
     ) -> None:
         """Go on with those that are left, and with new ones if that fails.
@@ -534,7 +538,6 @@ class Running:
             plan: that they run.
             survivors: those that are left.
             what: has happened before.
-            left: what forwards have left with those before them.
             lost: what they do again before anything else.
 
         Raises:
@@ -543,10 +546,9 @@ class Running:
         for attempt in range(_DEATHS):
             try:
                 with lost.rewound():
-                    left.bring()
                     backend = chosen.backend(self._allocator_kept, survivors)
                     self._use(backend, backend.broadcast_plan(self._program, plan))
-                    self._do_again(lost)
+                    self._redo(lost)
                 return
             except (WorkerError, WorkerTimeout) as error:
                 survivors.close()
@@ -556,12 +558,13 @@ class Running:
                         f"closed. {_how_to_go_on(lost)}"
                     ) from error
 
-    def _do_again(self, lost: LostWork) -> None:
+    def _redo(self, lost: LostWork) -> None:
         """Have the new workers do again what is lost; if that fails, none of them is left."""
         try:
-            self.runner.do_again(lost.works)
+            self.runner.redo(lost.works)
             self.workers.bring_values(lost.current)
         except BaseException:
+            self._serve_again()
             self.workers.survivors().close()  # what they have is not brought here
             for optimizer in self._optimizers:
                 optimizer.load_again()

@@ -131,10 +131,10 @@ class PipelineOptimizer(Optimizer):
             parts.load(self.state)
             self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
         with without_gradients(self._updated):
-            self._parts.step(self.param_groups, self.state, self._step_again)
+            self._parts.step(self.param_groups, self.state, self._redo_step)
         self._updated = ()
 
-    def _step_again(self, groups: Groups) -> None:
+    def _redo_step(self, groups: Groups) -> None:
         """Do a step that is lost with those who have done it.
 
         Args:
@@ -178,6 +178,7 @@ class PipelineOptimizer(Optimizer):
         self._surviving(lambda: self._load(state_dict))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
+        self._fetch()  # if workers have died, others do again first what was done with that
         super().load_state_dict(state_dict)
         if self._kind is MasterWeights:
             restore_float32(self, state_dict)

@@ -528,7 +528,8 @@ class Workers(ABC):
         """As `left`, as it was after the last pass, although a worker has died.
 
         All that only the workers have had is in this process afterwards, as it was before the work
-        in which the worker has died, or before `lost_work`.
+        in which the worker has died, or before `lost_work`; and on top of it what the script has
+        done since.
 
         Raises:
             WorkerDied: some of it is lost.

@@ -29,13 +29,13 @@ class Parts(Protocol):
     def number(self) -> int | None:
         """Under which worker processes have what they remember; `None` if it is here."""
 
-    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
+    def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Update every parameter, with the settings that these groups have now.
 
         Args:
             groups: of the optimizer.
             state: that it has here.
-            again: does such a step with the parts that there are then, and these groups, if those
+            redo: does such a step with the parts that there are then, and these groups, if those
                 who have done this one are lost.
         """
 
@@ -71,7 +71,7 @@ class LocalParts:
         self._parts = [part_of(kind, groups, options, owned) for owned in owners]
         self._run = run
 
-    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
+    def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Run the step of every part on its worker, all at the same time."""
         warn_of_no_gradients(groups)
         for part in self._parts:

@@ -17,12 +17,12 @@ class Work:
     """A pass, a step of an optimizer, or something else that workers have done.
 
     Attributes:
-        again: does it again, with the workers that it is given, as it was done.
+        redo: does it again, with the workers that it is given, as it was done.
         order: of a pass; without what enters it.
         nbytes: that are kept for it.
     """
 
-    again: Callable[[Any], None]
+    redo: Callable[[Any], None]
     order: Order | None = None
     nbytes: int = 0
 

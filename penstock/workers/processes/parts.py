@@ -84,7 +84,7 @@ class RemoteParts:
         self.fetch(kept)
         self._kept = kept
 
-    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
+    def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Run the step of every part in its process, all at the same time."""
         settings, shared, ran = settings_of(groups), self._access.shared, self._access.ran
         self._begin(groups)
@@ -164,7 +164,7 @@ class OutlivingParts(RemoteParts):
     def keep(self) -> None:
         """What the parts remember is here."""
 
-    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
+    def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Run the step of every part in its process, all at the same time."""
         settings, shared, ran = settings_of(groups), self._access.shared, self._access.ran
         self._begin(groups)

@@ -664,7 +664,7 @@ class _RankPart:
         self._owned = list(owned)
         self._workers = workers
 
-    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
+    def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Step on this rank's parameters; the other ranks do the same with theirs."""
         self._part.state = state  # type: ignore[assignment]
         use_settings(self._part, settings_of(groups))

@@ -25,7 +25,7 @@ import torch
 from torch.optim import Optimizer
 
 from penstock.capture.equality import same_tensor
-from penstock.errors import WorkerDied
+from penstock.errors import InputError, PenstockError, WorkerDied
 from penstock.links.local import Aborted
 from penstock.workers.ray.pickled import Pickled, pickled, unpickled
 from penstock.workers.remembering import ModuleMemory
@@ -144,7 +144,7 @@ class ActorCopies:
         self._leaves_out: tuple[str, ...] = ()
         self._made: dict[int, tuple[Change, float]] = {}  # and not yet sent; how long it took
         self._sender: threading.Thread | None = None
-        self._problem: WorkerDied | None = None  # of what was sent while work went on
+        self._problem: PenstockError | None = None  # of what was sent while work went on
         self._is_closed = False
         self.taken = Taken()
 
@@ -167,11 +167,11 @@ class ActorCopies:
     # -- its own --------------------------------------------------------------------------
 
     def make(self, own: Holder, what: Copy) -> None:
-        """Copy what has changed since the last copy that was sent."""
+        """Copy what has changed since the last copy that the buddy has taken."""
         began = time.monotonic()
-        sent = self.taken.number
-        before = self._own.copy(sent)
-        base = None if before is None else sent
+        last = self.taken.number
+        before = self._own.copy(last)
+        base = None if before is None else last
         before = before or {}
         changed: Entries = {}
         there = set()
@@ -205,28 +205,33 @@ class ActorCopies:
         self._send(*self._made.pop(what.number), what.timeout, is_given_up)
 
     def send_meanwhile(self, what: Copy) -> None:
-        """Have the buddy take a copy that was made while other work goes on.
-
-        The next copy is made when the buddy has it, or when it is given up.
-        """
+        """Have the buddy take a copy that was made, after those before it, while work goes on."""
         made = self._made.pop(what.number)
-        arguments = *made, what.timeout, lambda: self._is_closed
-        self._sender = threading.Thread(target=self._sent, args=arguments, daemon=True)
+        arguments = self._sender, *made, what.timeout, lambda: self._is_closed
+        self._sender = threading.Thread(target=self._send_after, args=arguments, daemon=True)
         self._sender.start()
 
-    def _sent(self, *arguments: Any) -> None:
+    def _send_after(self, before: threading.Thread | None, *arguments: Any) -> None:
+        if before is not None:
+            before.join()
         try:
             self._send(*arguments)
         except Aborted:
             return
         except WorkerDied as death:
             self._problem = death
+        except Exception as error:
+            self._problem = InputError(
+                f"what worker {self._worker} has cannot be copied for its buddy: "
+                f"{type(error).__name__}: {error}"
+            )
 
     def check(self) -> None:
         """Raise if the buddy has not taken what was sent while other work went on.
 
         Raises:
             WorkerDied: as of `send`.
+            InputError: it cannot be sent.
         """
         if self._problem is not None:
             raise self._problem

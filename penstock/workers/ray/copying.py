@@ -41,20 +41,19 @@ _SHARE = 0.04  # of the time, at most, in which copies are made and sent
 _LOG = 1 << 26  # bytes that the log may have, however small the model is
 
 
-class Keeping(NamedTuple):
-    """How a piece of work is kept from being lost.
+class Protection(NamedTuple):
+    """How a piece of work is protected from being lost: by a copy after it, or in the log.
 
     Attributes:
         before: the copy that is made before it, and sent meanwhile.
-        after: the copy that is made after it, and sent before it counts as done.
-        since: the number of the last copy that was made before it.
-        work: what is noted in the log when it is done, if there is no copy after it.
+        after: the copy that is made after it, and sent before it counts as done; if there is none,
+            it is noted in the log.
+        since: the number of the last copy that does not have it, `before` included.
     """
 
     before: Copy | None
     after: Copy | None
     since: int
-    work: Work | None
 
 
 class Copying:
@@ -66,9 +65,6 @@ class Copying:
         timeout: seconds that a buddy has to take a copy.
         patience: seconds that one has to give the copies that it has.
         nbytes: of the model.
-
-    Attributes:
-        timeout: as given.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class Copying:
         patience: float,
         nbytes: int,
     ) -> None:
-        self.timeout, self._patience = timeout, patience
+        self._timeout, self._patience = timeout, patience
         self._members, self._pool = members, pool
         self._most = max(nbytes, _LOG)
         self._buddies = buddies_of(members)
@@ -91,31 +87,35 @@ class Copying:
 
     # -- while all is well ----------------------------------------------------------------
 
-    def keep(self, work: Work | None, is_pass: bool) -> Keeping:
-        """How the next piece of work is kept.
+    def protect(self, can_be_logged: bool, is_pass: bool) -> Protection:
+        """How the next piece of work is protected.
 
         Args:
-            work: what the log has of it; `None` if it cannot have it.
+            can_be_logged: whether it can be done again.
             is_pass: whether it is a pass before which a copy can be made.
         """
         self._note_taken()
-        if work is None or self._safe == self._nothing:
-            return Keeping(None, self._next(), self._pool.copies, None)
+        is_first, is_full = self._safe == self._nothing, self._size() > self._most
+        may_begin = is_pass and self._sending is None
+        if is_first or not can_be_logged or (is_full and not may_begin):
+            return Protection(None, self._next(), self._pool.copies)
         before = None
-        if is_pass and self._sending is None and self._is_due():
+        if may_begin and (is_full or self._is_due()):
             before = self._sending = self._next()
-        return Keeping(before, None, self._pool.copies, work)
+        return Protection(before, None, self._pool.copies)
 
     def _next(self) -> Copy:
         self._pool.copies += 1
         self._begun = time.monotonic()
-        return Copy(self._pool.copies, self._safe, self.timeout)
+        return Copy(self._pool.copies, self._safe, self._timeout)
+
+    def _size(self) -> int:
+        return sum(work.nbytes for _, work in self._log)
 
     def _is_due(self) -> bool:
         """Whether the last copy was so long ago that another one takes its share of the time."""
         seconds = max(taken.seconds for taken in self._pool.taken.values())
-        size = sum(work.nbytes for _, work in self._log)
-        return seconds < _SHARE * (time.monotonic() - self._begun) or size > self._most
+        return seconds < _SHARE * (time.monotonic() - self._begun)
 
     def _note_taken(self) -> None:
         sending, taken = self._sending, self._pool.taken.values()
@@ -128,15 +128,25 @@ class Copying:
         self._safe = max(self._safe, number)
         self._log = [(since, work) for since, work in self._log if since >= self._safe]
 
-    def done(self, keeping: Keeping) -> None:
-        """The work has come to its end, and so has the copy after it."""
-        if keeping.after is not None:
-            self._is_safe(keeping.after.number)
-        elif keeping.work is not None:
-            self._log.append((keeping.since, keeping.work))
+    def done(self, protection: Protection, work: Work | None) -> None:
+        """The work has come to its end, and so has the copy after it; may be said twice.
+
+        Args:
+            protection: of it.
+            work: what the log has of it, if there is no copy after it.
+        """
+        if protection.after is not None:
+            self._is_safe(protection.after.number)
+        elif work is not None and not any(work is other for _, other in self._log[-1:]):
+            self._log.append((protection.since, work))
+
+    def undone(self, work: Work | None) -> None:
+        """Work has failed that may be in the log already."""
+        self._log = [(since, other) for since, other in self._log if other is not work]
 
     def give_up(self) -> None:
         """A pass has failed: nobody knows who has made the copy before it."""
+        self._note_taken()
         self._sending = None
 
     @property
@@ -145,14 +155,14 @@ class Copying:
         self._note_taken()
         return [work for _, work in self._log]
 
-    def has_since_copy(self, number: int, training: bool) -> bool:
-        """Whether the log has the forward of this batch, and will as long as what comes next."""
-        return any(
-            (work.order.what, work.order.number, work.order.training)
-            == ("forward", number, training)
-            for since, work in self._log
-            if work.order is not None and since == self._pool.copies
-        )
+    def has_forward(self, number: int, training: bool) -> bool:
+        """Whether the log has the forward of a batch, without a backward or a copy after it."""
+        found = False
+        for since, work in self._log:
+            order = work.order
+            if order is not None and (order.number, order.training) == (number, training):
+                found = order.what == "forward" and since == self._pool.copies
+        return found
 
     # -- when some have died --------------------------------------------------------------
 
@@ -165,7 +175,7 @@ class Copying:
         self._note_taken()
         pool, number = self._pool, self._safe
         every = {worker: worker for worker in range(len(self._members))}
-        own = pool.copies_with(every, number, self._patience)
+        own = pool.copies_with(every, number, self._patience)  # which shows who has died
         if number == self._nothing:
             return Gathered(memories=[{} for _ in self._members])
         asked = {w: buddy for w, buddy in enumerate(self._buddies) if w not in own and buddy in own}

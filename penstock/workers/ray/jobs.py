@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.optim import Optimizer
 
 from penstock.board.process import started_at
+from penstock.devices.cores import flushes_denormal
 from penstock.devices.settings import TorchSettings
 from penstock.engine.ends import Loss
 from penstock.engine.orders import Order, Outcome
@@ -142,6 +143,7 @@ class Join:
         timeout: seconds that a pass may take.
         board: where the script's board is, if that is on its machine.
         machine: of the script.
+        flushes_denormal: whether the script's thread takes denormal numbers for 0.
     """
 
     plan: Plan
@@ -152,6 +154,7 @@ class Join:
     timeout: float
     board: str
     machine: str
+    flushes_denormal: bool = field(default_factory=flushes_denormal)
 
     def __call__(self, own: ActorState) -> None:
         """Run on all workers at the same time."""
@@ -164,6 +167,7 @@ class Join:
         launch = launched(others)
         board = Path(self.board) if self.board and self.machine == this_machine() else None
         own.begin(ActorRank(launch, self.plan, own.model, self.threads, self.timeout, board))
+        own.rank.in_thread(lambda: torch.set_flush_denormal(self.flushes_denormal))
 
     def _have_process_group(self, own: ActorState) -> None:
         """The default group of torch.distributed, for values between machines."""
@@ -368,7 +372,7 @@ class FinishPass:
     operation: str
 
     def __call__(self, own: ActorState) -> Done:
-        """Give what has come of it, when the buddy has a copy of what the worker has since."""
+        """Give what has come of it, when the buddy has the copy after it, if there is one."""
         places = [k for k, (order, *_) in enumerate(own.tickets) if order.number == self.number]
         if not places:
             raise GivenUp

@@ -378,7 +378,17 @@ class ScriptChanges:
     def __bool__(self) -> bool:
         return bool(self.dropped or self.zeroed) or not self.is_simple
 
-    def again(self) -> None:
+    def followed_by(self, work: Callable[[Any], object] | None) -> Callable[[Any], None]:
+        """Does all of it again, and then some work."""
+
+        def both(argument: Any) -> None:
+            self.redo()
+            if work is not None:
+                work(argument)
+
+        return both
+
+    def redo(self) -> None:
         """Do it again, if it is simple."""
         for tensor in self.dropped:
             tensor.grad = None

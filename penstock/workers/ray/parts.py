@@ -60,7 +60,7 @@ class ActorParts:
         self.fetch(kept)
         self._kept = kept
 
-    def step(self, groups: Groups, state: State, again: Callable[[Groups], None]) -> None:
+    def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Run the step of every part in its actor, all at the same time."""
         settings = settings_of(groups)
         warn_of_no_gradients(groups)
@@ -69,7 +69,7 @@ class ActorParts:
         steps = [Step(self.number, settings, changes) for changes in self._changes()]
         jobs = [steps[place] for place in self._places]
         try:
-            self._run(jobs, changes=True, whole=True, again=lambda _: again(as_now))
+            self._run(jobs, changes=True, whole=True, redo=lambda _: redo(as_now))
         finally:  # some may have, whatever happened
             for owned in self._owners:
                 self._model.has_changed(p for p in owned if p.grad is not None)

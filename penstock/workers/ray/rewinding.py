@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,27 +28,38 @@ class SentAttributes:
     def __init__(self, model: nn.Module) -> None:
         self._known = [*model.modules(), *(tensor for _, tensor in named_tensors(model))]
         self._numbers = {id(each): number for number, each in enumerate(self._known)}
-        self._packed: dict[int, Packed] = {}
+        self._packed: dict[int, Mapping[str, Packed]] = {}
 
-    def note(self, number: int, module: nn.Module) -> None:
-        """The workers have this module, by its number, as it is now."""
-        own = {k: v for k, v in attributes_of(module).items() if k not in INTERNAL}
-        try:
-            data, tensors = pack_apart(own, self._numbers)
-        except Exception:  # no worker could be sent it, so that it is not followed either
-            self._packed.pop(number, None)
-        else:
-            self._packed[number] = Packed(data, [tensor.detach().clone() for tensor in tensors])
+    def packed(self, modules: Mapping[int, nn.Module]) -> dict[int, Mapping[str, Packed]]:
+        """What modules, by their numbers, have now; for `have`."""
+        return {number: self._packed_of(module) for number, module in modules.items()}
+
+    def _packed_of(self, module: nn.Module) -> Mapping[str, Packed]:
+        """Of attributes by their names; without those that cannot be sent to a worker, either."""
+        found = {}
+        for name, value in attributes_of(module).items():
+            if name not in INTERNAL:
+                with suppress(Exception):
+                    data, tensors = pack_apart(value, self._numbers)
+                    found[name] = Packed(data, [tensor.detach().clone() for tensor in tensors])
+        return found
+
+    def have(self, packed: Mapping[int, Mapping[str, Packed]]) -> None:
+        """The workers have these modules, by their numbers, with these attributes."""
+        self._packed.update(packed)
 
     def as_sent(self, changes: AttributeChanges) -> AttributeChanges:
         """What the attributes were that are others now."""
-        found: dict[int, dict[str, Any]] = {}
-        for number, names in changes.items():
-            if number in self._packed:
-                data, tensors = self._packed[number]
-                own = unpack_with(data, [*tensors, *reversed(self._known)].__getitem__)
-                found[number] = {name: own.get(name, MISSING) for name in names}
-        return found
+        return {
+            number: {name: self._value(self._packed[number].get(name)) for name in names}
+            for number, names in changes.items()
+            if number in self._packed
+        }
+
+    def _value(self, packed: Packed | None) -> Any:
+        if packed is None:
+            return MISSING
+        return unpack_with(packed.data, [*packed.tensors, *reversed(self._known)].__getitem__)
 
 
 class Rewinding:
@@ -79,21 +90,33 @@ class Rewinding:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """While open it is so; afterwards it is again what the script has made of it."""
+        """While open it is so; afterwards it is again what the script has made of it.
+
+        What is brought to attributes meanwhile is there when it is opened again.
+        """
         self._set_requires_grad(False)
         self._model.go_back(self._found.values, self._found.gradients)
         self._have(self._before)
         try:
             yield
         finally:
+            self._before = self._present(self._before)
             self._have(self._attributes)
             self._set_requires_grad(True)
-            self._do_again()
+            self._put_back()
 
     def _set_requires_grad(self, now: bool) -> None:
         for each in self._since:
             for number, wanted in each.requires_grad.items():
                 self._model.tensors[number].requires_grad_(wanted is now)
+
+    def _present(self, attributes: AttributeChanges) -> AttributeChanges:
+        """What these attributes are now."""
+        own = {number: attributes_of(self._modules[number]) for number in attributes}
+        return {
+            number: {name: own[number].get(name, MISSING) for name in names}
+            for number, names in attributes.items()
+        }
 
     def _have(self, attributes: AttributeChanges) -> None:
         for number, values in attributes.items():
@@ -105,7 +128,7 @@ class Rewinding:
                     own[name] = value
 
     @torch.no_grad()
-    def _do_again(self) -> None:
+    def _put_back(self) -> None:
         """What the script has done to tensors since."""
         for number, value in self._written.items():
             self._model.tensors[number].copy_(value)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from penstock.board.memory import Reading, moved
 from penstock.capture.attributes import named_tensors
 from penstock.devices.settings import TorchSettings
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError, PenstockError, WorkerDied, closed
+from penstock.errors import InputError, PenstockError, closed
 from penstock.links.handshake import new_secret, this_machine
 from penstock.links.pickling import Outbox, Packed
 from penstock.plan import Plan
@@ -45,7 +45,7 @@ from penstock.workers.ownership import Ownership
 from penstock.workers.pool import Dispatch, Job
 from penstock.workers.ranks.clocks import ClockOffset
 from penstock.workers.ray.actor import ActorState
-from penstock.workers.ray.copying import Copying, Keeping, is_done, leaves_traces, may_be_done
+from penstock.workers.ray.copying import Copying, Protection, is_done, leaves_traces, may_be_done
 from penstock.workers.ray.jobs import (
     AddWay,
     Clip,
@@ -66,9 +66,9 @@ from penstock.workers.ray.jobs import (
     Unscale,
     Update,
 )
-from penstock.workers.ray.model import DriverModel
+from penstock.workers.ray.logged_pass import LoggedPass, as_leaf
+from penstock.workers.ray.model import DriverModel, ScriptChanges
 from penstock.workers.ray.parts import ActorParts
-from penstock.workers.ray.passes import PassInLog, as_leaf
 from penstock.workers.ray.pool import ActorPool, ActorSurvivors
 from penstock.workers.ray.rewinding import Rewinding, SentAttributes
 from penstock.workers.ray.watch import ClusterWatch
@@ -83,10 +83,26 @@ _LEAVE = 60.0  # seconds to bring weights at the end
 _RATE = 10e6  # bytes a second at which copies come at least
 _COPIED = 4  # times the bytes of the model: gradients, and what Adam remembers
 
-Again = Callable[["RayWorkers"], object]
+Redo = Callable[["RayWorkers"], object]
 """Does a piece of work again, with other workers."""
 
-Ticket = tuple[Order, Dispatch, Keeping | None]
+
+class Ticket(NamedTuple):
+    """A pass that was started.
+
+    Attributes:
+        order: the pass.
+        started: the jobs that start it.
+        protection: of it from being lost, if it has any.
+        work: what the log has of it when it is done, if there is no copy after it.
+        attributes: of modules that were sent with it, by number, as they were then.
+    """
+
+    order: Order
+    started: Dispatch
+    protection: Protection | None
+    work: Work | None
+    attributes: Mapping[int, Mapping[str, Packed]]
 
 
 class RayWorkers(DrivenWorkers):
@@ -140,7 +156,6 @@ class RayWorkers(DrivenWorkers):
         self._copying: Copying | None = None
         self._lost = LostWork()
         self._sent = SentAttributes(model)
-        self._attributes: dict[int, Any] = {}  # that were sent, but perhaps lost
         self._holding: dict[int, torch.Tensor] = {}  # for a pass that is run again
         self._is_brought = False  # whether the script has all that the workers have
         self._model = DriverModel(model)
@@ -251,8 +266,8 @@ class RayWorkers(DrivenWorkers):
         self._unchanged.add(new, self._model.knows)
         self._following.add(new)
         if self._copying is not None:
-            for number in range(len(self._modules) - len(new), len(self._modules)):
-                self._sent.note(number, self._modules[number])
+            first = len(self._modules) - len(new)
+            self._sent.have(self._sent.packed(dict(enumerate(new, first))))
         paths = [self._paths[id(module)] for module in new]
         return [AddWay(delivery, packed, modules, paths) for delivery in deliveries]
 
@@ -276,8 +291,12 @@ class RayWorkers(DrivenWorkers):
             attributes = packed_changes(changed, self._modules)
             training = self._modes()
             forgotten = tuple(self._forgotten)
-            keeping = self._keeping_pass(order, changed)
-            before, after = (keeping.before, keeping.after) if keeping else (None, None)
+            noted = self._model.take_noted()
+            protection = self._protect_pass(order, noted, changed)
+            before, after = (protection.before, protection.after) if protection else (None, None)
+            sent = {}
+            if self._copying is not None:
+                sent = self._sent.packed({number: self._modules[number] for number in changed})
             jobs = [
                 self._start_of(member, order, loss, changes[member.place], training, attributes)
                 for member in self.members
@@ -291,13 +310,16 @@ class RayWorkers(DrivenWorkers):
                 raise
             for _ in forgotten:
                 self._forgotten.popleft()
+            work = None
+            if protection is not None and protection.after is None:
+                work = LoggedPass.of(order, self._modules, noted).work()
         except BaseException as error:
             self._give_up_copy()
             self._resend()
             if not isinstance(error, InputError):
                 self.give_up(error)
             raise
-        return order, current, keeping
+        return Ticket(order, current, protection, work, sent)
 
     def _leaves(self, order: Order) -> bool:
         """Whether the workers have something else after a pass than before it."""
@@ -352,20 +374,23 @@ class RayWorkers(DrivenWorkers):
 
     def finish(self, ticket: Ticket) -> Outcome:
         """Wait for a pass; its gradients stay with the workers."""
-        order, started, keeping = ticket
-        self._pool.check_under_way(started)
+        order, protection = ticket.order, ticket.protection
+        self._pool.check_under_way(ticket.started)
         current, jobs = None, [FinishPass(order.number, order.name)] * len(self.members)
-        seconds = self._seconds(keeping)
+        seconds = self._seconds(protection)
         try:
             with self._starting():
                 current = self._pool.start(jobs, seconds)
-            self._pool.finish(started, seconds)
+            self._pool.finish(ticket.started, seconds)
             found: list[Done] = self._pool.finish(current, seconds)
             outcome = self._taken(order, found)
-            self._done(keeping)
+            self._done(protection, ticket.work)
+            self._sent.have(ticket.attributes)
         except BaseException as error:
             self.give_up(error)
-            if keeping is not None and may_be_done(current, error):
+            if self._copying is not None:
+                self._copying.undone(ticket.work)
+            if protection is not None and may_be_done(current, error):
                 self._pool.fail(f"{type(error).__name__} came at the end of {order.name}")
             raise
         return outcome
@@ -404,44 +429,44 @@ class RayWorkers(DrivenWorkers):
             self._model.resend()  # what was sent and not confirmed was interrupted
         return self._model.changes(len(self._places))
 
-    def _keeping_pass(self, order: Order, attributes: AttributeChanges) -> Keeping | None:
-        """How a pass is kept from being lost; `None` if nothing would be."""
-        noted, copying = self._model.take_noted(), self._copying
+    def _protect_pass(
+        self, order: Order, noted: ScriptChanges, attributes: AttributeChanges
+    ) -> Protection | None:
+        """How a pass is protected from being lost; `None` if nothing would be.
+
+        Args:
+            order: the pass.
+            noted: what the script has done to tensors.
+            attributes: and to attributes.
+        """
+        copying = self._copying
         if copying is None or not (self._leaves(order) or noted or attributes):
             return None
-        self._attributes.update(attributes)
-        is_simple = noted.is_simple and not attributes
-        if not is_simple or order.trial or order.again or order.microbatches[0].states is not None:
-            return copying.keep(None, False)
-        if order.what == "backward" and not copying.has_since_copy(order.number, order.training):
-            return copying.keep(None, False)
-        work = PassInLog.of(order, self._modules, noted).work()
-        return copying.keep(work, order.what != "backward" and not self._pool.under_way)
+        goes_back_only = order.what == "backward"
+        can_be_logged = (
+            noted.is_simple
+            and not (attributes or order.trial or order.again)
+            and order.microbatches[0].states is None
+            and not (goes_back_only and not copying.has_forward(order.number, order.training))
+        )
+        return copying.protect(can_be_logged, not goes_back_only and not self._pool.under_way)
 
-    def _keeping(self, again: Again | None, changes: bool) -> Keeping | None:
-        """How other work is kept from being lost; see `_run`."""
-        noted, copying = self._model.take_noted(), self._copying
-        if copying is None or not (changes or noted):
+    def _protect(self, noted: ScriptChanges, redo: Redo | None, changes: bool) -> Protection | None:
+        """How other work is protected from being lost; see `_run`."""
+        if self._copying is None or not (changes or noted):
             return None
-        if not noted.is_simple or (changes and again is None):
-            return copying.keep(None, False)
+        can_be_logged = noted.is_simple and not (changes and redo is None)
+        return self._copying.protect(can_be_logged, False)
 
-        def both(workers: RayWorkers) -> None:
-            noted.again()
-            if again is not None:
-                again(workers)
-
-        return copying.keep(Work(both), False)
-
-    def _seconds(self, keeping: Keeping | None) -> float:
+    def _seconds(self, protection: Protection | None) -> float:
         """Seconds that work may take which is kept like this."""
-        after = keeping.after if keeping is not None else None
+        after = protection.after if protection is not None else None
         return self._timeout + _MORE + (after.timeout if after is not None else 0.0)
 
-    def _done(self, keeping: Keeping | None) -> None:
+    def _done(self, protection: Protection | None, work: Work | None) -> None:
         """Work has come to its end, and so has the copy after it."""
-        if self._copying is not None and keeping is not None:
-            self._copying.done(keeping)
+        if self._copying is not None and protection is not None:
+            self._copying.done(protection, work)
         self._confirm()
 
     def _give_up_copy(self) -> None:
@@ -459,23 +484,25 @@ class RayWorkers(DrivenWorkers):
             died = self._pool.death_of(0)
             died.advise("There was no other worker that could have a copy of what it had")
             raise died
-        found = copying.gathered()
+        found, current = copying.gathered(), self._model.current()
         for parts in self._parts:
             parts.go_back(found.states)
-        since, attributes, current = (
-            self._changes(),
-            self._following.changes(),
-            self._model.current(),
-        )
-        rewound = Rewinding(self._model, found, since, self._modules, attributes, self._sent)
-        self._lost = LostWork(copying.works, rewound, current)
-        self._is_brought = True  # but for what modules remember
+        try:
+            since, attributes = self._changes(), self._following.changes()
+        except InputError:  # the script has changed what cannot be followed
+            since, attributes = (), {}
+            raise
+        finally:
+            rewound = Rewinding(self._model, found, since, self._modules, attributes, self._sent)
+            self._lost = LostWork(copying.works, rewound, current)
+            with rewound():  # so that the script has it, whatever comes next
+                self._is_brought = True  # but for what modules remember
         return self._side_effects(found.memories)
 
     @property
     def has_log(self) -> bool:
-        """Whether there is work since the last copy."""
-        return self._copying is not None and bool(self._copying.works)
+        """Whether there is work since the last copy, and the script has not got all since."""
+        return self._copying is not None and not self._is_brought and bool(self._copying.works)
 
     @property
     def lost_work(self) -> LostWork:
@@ -502,16 +529,12 @@ class RayWorkers(DrivenWorkers):
         if not self._pool.under_way:
             self._model.confirm()
             self._following.confirm()
-            for number in self._attributes:
-                self._sent.note(number, self._modules[number])
-            self._attributes = {}
 
     def _resend(self) -> None:
         """Send the workers everything anew: nobody knows what has reached them."""
         self._training = ()
         self._model.resend()
         self._following.resend()
-        self._attributes = {}
 
     def _check_open(self) -> None:
         if self._pool.can_go_on:
@@ -527,7 +550,7 @@ class RayWorkers(DrivenWorkers):
         changes: bool = False,
         whole: bool = False,
         timeout: float | None = None,
-        again: Again | None = None,
+        redo: Redo | None = None,
     ) -> list[Any]:
         """Run a job on every worker, and wait for all.
 
@@ -536,28 +559,30 @@ class RayWorkers(DrivenWorkers):
             changes: whether the workers have something else afterwards.
             whole: as of `Pool.start`.
             timeout: seconds.
-            again: does the same with other workers; if it is left out and they change something,
+            redo: does the same with other workers; if it is left out and they change something,
                 there is a copy of what they have before this returns.
         """
         self._check_open()
         self._is_brought = False
-        keeping = self._keeping(again, changes)
-        if keeping is not None and keeping.after is not None:
-            copied = {id(job): Copied(job, keeping.after) for job in jobs}
+        noted = self._model.take_noted()
+        protection = self._protect(noted, redo, changes)
+        work = Work(noted.followed_by(redo))
+        if protection is not None and protection.after is not None:
+            copied = {id(job): Copied(job, protection.after) for job in jobs}
             jobs = [copied[id(job)] for job in jobs]
-        seconds = timeout or self._seconds(keeping)
+        seconds = timeout or self._seconds(protection)
         current = None
         try:
             with self._starting():
                 current = self._pool.start(jobs, seconds, whole)
             found = self._pool.finish(current, seconds)
-            self._done(keeping)
+            self._done(protection, work)
         except BaseException as error:
             if current is not None and is_done(current, len(jobs)):
-                self._done(keeping)
+                self._done(protection, work)
                 raise
             self._resend()
-            if keeping is not None and (whole or may_be_done(current, error)):
+            if protection is not None and (whole or may_be_done(current, error)):
                 self._pool.fail(f"{type(error).__name__} came before all workers had done the same")
             raise
         return found
@@ -626,7 +651,7 @@ class RayWorkers(DrivenWorkers):
         found: list[torch.Tensor] = self._run(
             self._with_changes(lambda changes: Clip(numbers, clipping, changes)),
             changes=True,
-            again=lambda workers: workers.clip(parameters, clipping),
+            redo=lambda workers: workers.clip(parameters, clipping),
         )
         return found[0]
 
@@ -646,7 +671,7 @@ class RayWorkers(DrivenWorkers):
         self._run(
             jobs,
             changes=True,
-            again=lambda workers: workers.clip_value(parameters, clip_value, foreach),
+            redo=lambda workers: workers.clip_value(parameters, clip_value, foreach),
         )
 
     def unscale(
@@ -663,7 +688,7 @@ class RayWorkers(DrivenWorkers):
         found = self._run(
             jobs,
             changes=True,
-            again=lambda workers: workers.unscale(parameters, inverse, allows_half, unscale),
+            redo=lambda workers: workers.unscale(parameters, inverse, allows_half, dict),
         )
         return [scalar for own in found for scalar in own]
 
@@ -786,8 +811,8 @@ class RayWorkers(DrivenWorkers):
                 left = self.remembered()
                 with self._lost.rewound():
                     left.bring()
-            except WorkerDied as death:
-                _warn_of_loss(death)
+            except PenstockError as error:
+                _warn_of_loss(error)
             if count := len(self._lost.works):
                 _warn_of_loss(
                     f"the last {count} passes and other pieces of work; a worker has died"

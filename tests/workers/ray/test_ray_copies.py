@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.capture.places import MISSING
-from penstock.errors import WorkerDied
+from penstock.errors import InputError, WorkerDied
 from penstock.links.local import Aborted
 from penstock.links.pickling import portable
 from penstock.workers.members import Member
@@ -342,7 +342,7 @@ def test_what_the_script_has_done_is_noted_once() -> None:
     noted = driver.take_noted()
     assert noted.is_simple
     weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
-    noted.again()
+    noted.redo()
     assert torch.equal(weight.grad, torch.zeros(2, 2))
     assert bias.grad is None
     driver.changes(1)
@@ -365,7 +365,8 @@ class Labelled(nn.Module):
 def test_attributes_as_they_were_sent() -> None:
     model = Labelled()
     sent = SentAttributes(model)
-    sent.note(0, model)
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    sent.have(sent.packed({0: model}))
     model.rate = 0.1
     model.names.append("b")
     model.more = 1  # type: ignore[assignment]
@@ -375,7 +376,9 @@ def test_attributes_as_they_were_sent() -> None:
     assert found["scale"] is model.scale  # a tensor of the model, whose values are sent as such
     assert found["tied"][0] is model.layer
     assert found["tied"][1] is model.layer.weight
-    sent.note(0, model)
+    as_now = sent.packed({0: model})
+    model.rate = 0.2
+    sent.have(as_now)
     assert sent.as_sent({0: {"rate": None}, 5: {"rate": None}}) == {0: {"rate": 0.1}}
 
 
@@ -384,7 +387,7 @@ def test_the_model_is_as_it_was_and_then_as_the_script_has_made_it() -> None:
     weight, bias = model.layer.weight, model.layer.bias
     driver, sent = DriverModel(model), SentAttributes(model)
     driver.deliveries([list(model.parameters())])
-    sent.note(0, model)
+    sent.have(sent.packed({0: model}))
     driver.changes(1)
     driver.confirm()
     weight.grad, bias.grad = torch.ones(2, 2), torch.ones(2)
@@ -397,15 +400,18 @@ def test_the_model_is_as_it_was_and_then_as_the_script_has_made_it() -> None:
     with torch.no_grad():
         bias.fill_(5.0)
     weight.requires_grad_(False)
-    model.rate = 0.1
+    model.rate, model.names = 0.1, ["a", "b"]
     copied = Gathered(
         values={0: torch.full((2, 2), 7.0), 1: torch.full((2,), 7.0)},
         gradients={0: torch.full((2, 2), 2.0), 1: torch.full((2,), 2.0)},
     )
     since = driver.changes(1)
-    rewound = Rewinding(driver, copied, since, [model], {0: {"rate": 0.1}}, sent)
-    for _ in range(2):  # those who take over may fail
+    changed = {0: {"rate": 0.1, "names": model.names}}
+    rewound = Rewinding(driver, copied, since, [model], changed, sent)
+    for k in range(2):  # those who take over may fail
         with rewound():
+            assert model.names == (["brought"] if k else ["a"])
+            model.names = ["brought"]  # what forwards have left
             assert [t.mean().item() for t in (weight, bias, weight.grad, bias.grad)] == [7, 7, 2, 2]
             assert (model.rate, weight.requires_grad) == (0.5, True)
             weight.grad.zero_()
@@ -414,7 +420,7 @@ def test_the_model_is_as_it_was_and_then_as_the_script_has_made_it() -> None:
         assert torch.equal(weight, copied.values[0])
         assert torch.equal(weight.grad, torch.zeros(2, 2))
         assert (bias.grad, bias.tolist()) == (None, [5.0, 5.0])
-        assert (model.rate, weight.requires_grad) == (0.1, False)
+        assert (model.rate, model.names, weight.requires_grad) == (0.1, ["a", "b"], False)
 
 
 # -- copies while work goes on, and the log -------------------------------------------------------
@@ -450,6 +456,46 @@ def test_what_was_not_taken_is_said_before_the_next_work() -> None:
         copies.check()
 
 
+def test_a_copy_that_cannot_be_sent_is_said_before_the_next_work() -> None:
+    own = worker()
+    own.optimizers = {7: object()}
+    own.remembered = lambda _: {0: {"lock": LockOnceCopied()}}
+    copies = with_buddy(Buddy())
+    copies.make(own, copy(1))
+    copies.send_meanwhile(copy(1))
+    assert copies._sender is not None
+    copies._sender.join()
+    with pytest.raises(InputError, match="worker 0 has cannot be copied for its buddy: TypeError"):
+        copies.check()
+
+
+class LockOnceCopied:
+    """Can be copied, and not be pickled."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return threading.Lock()
+
+
+def test_copies_are_sent_in_order_though_work_was_given_up_between_them() -> None:
+    go, buddy = threading.Event(), Buddy()
+    take = buddy.remote
+
+    def late(*given: Any) -> Any:
+        assert go.wait(10)
+        return take(*given)
+
+    buddy.remote = late  # type: ignore[method-assign]
+    copies = with_buddy(buddy)
+    for number in (1, 2):
+        copies.make(worker(), copy(number))
+        copies.send_meanwhile(copy(number))
+    go.set()
+    assert copies._sender is not None
+    copies._sender.join(10)
+    assert [change.number for change in buddy.sent] == [1, 2]
+    assert copies.taken.number == 2
+
+
 def test_nobody_hears_of_a_copy_that_was_sent_for_members_that_are_gone() -> None:
     copies = with_buddy(Buddy(*[RuntimeError("lost")] * 99))
     copies.make(worker(), copy(1))
@@ -473,29 +519,32 @@ def work(nbytes: int = 0, order: Any = None) -> Work:
 def test_what_is_done_between_copies_is_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = SimpleNamespace()
     copying = log_of(pool)
-    first = copying.keep(work(), True)
-    assert (first.before, first.work) == (None, None)
+    first = copying.protect(True, True)
+    assert first.before is None
     assert first.after is not None  # before it nobody has a copy of anything
-    copying.done(first)
+    copying.done(first, None)
     assert copying.works == []
     pool.taken = dict.fromkeys(pool.taken, Taken(1, 3.0))
     early, late, later = work(), work(), work()
-    kept = copying.keep(early, True)
-    assert kept.before is None  # the last one is not long ago
-    copying.done(kept)
+    protection = copying.protect(True, True)
+    assert (protection.before, protection.after) == (None, None)  # the last one is not long ago
+    for _ in range(2):  # a Ctrl-C comes in the midst of it
+        copying.done(protection, early)
     monkeypatch.setattr(copying_module, "_SHARE", math.inf)
-    kept = copying.keep(late, True)
-    assert kept.before is not None
-    assert copying.keep(later, True).before is None  # one is on its way
-    copying.done(kept)
+    protection = copying.protect(True, True)
+    assert protection.before is not None
+    assert copying.protect(True, True).before is None  # one is on its way
+    copying.done(protection, late)
     pool.taken[0] = Taken(2, 3.0)
     assert copying.works == [early, late]
     pool.taken[1] = Taken(2, 3.0)
     assert copying.works == [late]
-    copying.done(copying.keep(later, False))
+    copying.done(copying.protect(True, False), later)
     assert copying.works == [late, later]
-    whole = copying.keep(None, False)  # what the log cannot have
-    copying.done(whole)
+    copying.undone(later)
+    assert copying.works == [late]
+    whole = copying.protect(False, True)  # what cannot be in the log
+    copying.done(whole, None)
     assert whole.after is not None
     assert copying.works == []
 
@@ -504,14 +553,14 @@ def test_a_copy_of_which_nobody_knows_who_has_made_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(copying_module, "_SHARE", math.inf)
     pool = SimpleNamespace()
     copying = log_of(pool)
-    copying.done(copying.keep(None, False))
+    copying.done(copying.protect(False, False), None)
     pool.taken = dict.fromkeys(pool.taken, Taken(1, 1.0))
     done = work()
-    copying.done(copying.keep(done, False))
-    copying.keep(work(), True)  # the pass fails
+    copying.done(copying.protect(True, False), done)
+    copying.protect(True, True)  # the pass fails
     copying.give_up()
     pool.taken[0] = Taken(2, 1.0)
-    other = copying.keep(work(), True)
+    other = copying.protect(True, True)
     assert other.before is not None
     pool.taken[1] = Taken(3, 1.0)
     assert copying.works == [done]
@@ -519,31 +568,40 @@ def test_a_copy_of_which_nobody_knows_who_has_made_it(monkeypatch: pytest.Monkey
     assert copying.works == []
 
 
-def test_a_log_that_is_large_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_is_large_ends_with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying_module, "_SHARE", 0.0)
     monkeypatch.setattr(copying_module, "_LOG", 5)
     copying = log_of(pool := SimpleNamespace())
-    copying.done(copying.keep(None, False))
+    copying.done(copying.protect(False, False), None)
     pool.taken = dict.fromkeys(pool.taken, Taken(1, 1.0))
-    for _ in range(2):
-        kept = copying.keep(work(6), True)
-        assert kept.before is None
-        copying.done(kept)
-    assert copying.keep(work(6), True).before is not None  # as many bytes as the model has are kept
+    for _ in range(2):  # as many bytes as the model has are kept
+        protection = copying.protect(True, True)
+        assert (protection.before, protection.after) == (None, None)
+        copying.done(protection, work(6))
+    assert copying.protect(True, False).after is not None  # where none can be made before it
+    assert copying.protect(True, True).before is not None
+    assert copying.protect(True, True).after is not None  # while the other one is on its way
 
 
 def test_whether_the_log_has_the_forward_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying_module, "_SHARE", math.inf)
     copying = log_of(pool := SimpleNamespace())
-    copying.done(copying.keep(None, False))
+    copying.done(copying.protect(False, False), None)
     pool.taken = dict.fromkeys(pool.taken, Taken(1, 1.0))
-    forward = SimpleNamespace(what="forward", number=4, training=True)
-    copying.done(copying.keep(work(order=forward), False))
-    assert copying.has_since_copy(4, True)
-    assert not copying.has_since_copy(4, False)
-    assert not copying.has_since_copy(5, True)
-    copying.done(copying.keep(work(), True))  # a copy is made after the forward
-    assert not copying.has_since_copy(4, True)
+
+    def passes(what: str) -> Work:
+        return work(order=SimpleNamespace(what=what, number=4, training=True))
+
+    copying.done(copying.protect(True, False), passes("forward"))
+    assert copying.has_forward(4, True)
+    assert not copying.has_forward(4, False)
+    assert not copying.has_forward(5, True)
+    copying.done(copying.protect(True, False), passes("backward"))
+    assert not copying.has_forward(4, True)  # that forward is gone
+    copying.done(copying.protect(True, False), passes("forward"))
+    assert copying.has_forward(4, True)
+    copying.done(copying.protect(True, True), work())  # a copy is made after the forward
+    assert not copying.has_forward(4, True)
 
 
 # -- what was interrupted -------------------------------------------------------------------------

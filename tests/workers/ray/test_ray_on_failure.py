@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.changing import Fallbacks
 from penstock.comparison.reference import run_with_threads
 from penstock.runner import Runner
 from penstock.workers.ray import copying
@@ -256,6 +258,10 @@ def test_what_has_changed_is_in_a_copy_or_in_the_log_and_nothing_else(
         step(pipe)
         step(pipe)
         assert pool.copies == before + 2
+        model.train()
+        list(pipe.map([X] * 6, ahead=3))
+        assert pool.copies >= before + 4
+        assert len(kept.works) <= 3
 
 
 @pytest.mark.slow
@@ -448,17 +454,17 @@ def test_another_dies_while_what_is_lost_is_done_again(monkeypatch: pytest.Monke
     with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
         wanted = train_with_events(pipe, {})
     counts: list[int] = []
-    do_again = Runner.do_again
+    redo = Runner.redo
 
     def disturbed(self: Runner, works: Sequence[Work]) -> None:
         counts.append(len(works))
         if len(counts) == 1:
-            do_again(self, works[:3])
+            redo(self, works[:3])
             os.kill(self.workers.members[0].pid, signal.SIGKILL)
-            do_again(self, works[3:])
-        do_again(self, works)
+            redo(self, works[3:])
+        redo(self, works)
 
-    monkeypatch.setattr(Runner, "do_again", disturbed)
+    monkeypatch.setattr(Runner, "redo", disturbed)
     with make(plain_layers(), on_failure="replace") as pipe:
         found = train_with_events(pipe, {4: send(1)})
     assert counts[0] == counts[1] > 3
@@ -497,6 +503,106 @@ def test_what_is_lost_is_done_again_with_the_attributes_of_then(
         found = train_with_events(pipe, {4: die}, 6)
         assert pipe.members.number == 1
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_state_that_is_loaded_after_a_death_is_not_there_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copying, "_SHARE", 0.0)
+
+    def train(pipe: ps.Pipeline, dies: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(11)
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=0.01)
+        for k in range(6):
+            optimizer.zero_grad()
+            step(pipe)
+            optimizer.step()
+            if k == 0:
+                early = copy.deepcopy(optimizer.state_dict())
+                for own in early["state"].values():
+                    own["exp_avg"].mul_(-2)
+        if dies:
+            send(1)(pipe)
+        optimizer.load_state_dict(early)
+        step(pipe)
+        optimizer.step()
+        return {name: value.clone() for name, value in pipe.state_dict().items()}
+
+    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
+        wanted = train(pipe, False)
+    with make(plain_layers(), on_failure="replace") as pipe:
+        found = train(pipe, True)
+        assert pipe.members.number == 1
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_backwards_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_SHARE", 0.0)
+
+    def train(pipe: ps.Pipeline, dies: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(11)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        for k in range(4):
+            optimizer.zero_grad()
+            out = pipe(X)
+            F.mse_loss(out, Y).backward(retain_graph=k > 0)
+            if dies and k == 2:
+                send(0)(pipe)
+            if k > 0:
+                out.sum().backward()
+            if dies and k == 3:
+                send(1)(pipe)
+            optimizer.step()
+        return {name: value.clone() for name, value in pipe.state_dict().items()}
+
+    layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    with make(copy.deepcopy(layers), workers="threads", threads_per_worker=1) as pipe:
+        wanted = train(pipe, False)
+    with make(copy.deepcopy(layers), on_failure="replace") as pipe:
+        found = train(pipe, True)
+        assert pipe.members.number == 2
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def keep_a_lock(module: nn.Module, *_: Any) -> None:
+    if threading.main_thread().name != "the script":
+        module.held = threading.Lock()  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("why", ["no plan", "a lock"])
+def test_the_script_has_the_last_copy_if_nobody_takes_over(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_SHARE", 0.0)
+    monkeypatch.setattr(threading.main_thread(), "name", "the script")
+
+    def best(*_: Any) -> ps.Plan:
+        raise ps.PlanError("no plan fits")
+
+    model = plain_layers()
+    if why == "a lock":
+        model[2].register_forward_hook(keep_a_lock)
+    with make(model, on_failure="continue") as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        step(pipe)
+        optimizer.step()  # is followed by a copy of the state, and is in the log
+        pipe.fetch()
+        after = {name: value.clone() for name, value in model.state_dict().items()}
+        step(pipe)
+        if why == "no plan":
+            monkeypatch.setattr(Fallbacks, "best", best)
+        send(1)(pipe)
+        with pytest.raises(ps.PenstockError, match=r"\(passes: 1; other work, .*: 1\)"):
+            step(pipe)
+        assert torch.equal(model[1].running_mean, after["1.running_mean"])
+        assert not torch.equal(model[0].weight, after["0.weight"])
+        assert torch.equal(model[0].weight, plain_layers()[0].weight)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PassInLog:
+class LoggedPass:
     """A pass as it was begun.
 
     Attributes:
@@ -42,7 +42,7 @@ class PassInLog:
     settings: TorchSettings
 
     @classmethod
-    def of(cls, order: Order, modules: Sequence[nn.Module], noted: ScriptChanges) -> PassInLog:
+    def of(cls, order: Order, modules: Sequence[nn.Module], noted: ScriptChanges) -> LoggedPass:
         """A pass that begins now."""
         values = [tuple(map(as_leaf, each)) for each in order.values]
         whole = order.changed(wanted=None, values=values, recorded=False, profiled=False)
@@ -58,11 +58,11 @@ class PassInLog:
 
     def work(self) -> Work:
         """The same in a log."""
-        return Work(self._again, self.order, self.whole.nbytes)
+        return Work(self._redo, self.order, self.whole.nbytes)
 
-    def _again(self, workers: Workers) -> None:
+    def _redo(self, workers: Workers) -> None:
         order: Order = unpickled(self.whole).changed(wanted=self.wanted)
-        self.noted.again()
+        self.noted.redo()
         pairs = list(zip(self.modules, self.modes, strict=False))  # more may have come since
         now = [module.training for module, _ in pairs]
         settings = TorchSettings.here()
