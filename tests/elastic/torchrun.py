@@ -174,7 +174,7 @@ class _Happening:
                 job.start(self._rng.choice([1, 2]))
             return is_far() or job.is_done
 
-        job.until(is_so, 240)
+        job.until(is_so, 400)  # ranks wait 300 s for one that is lost before it has said a word
 
     def _since_last(self) -> tuple[Line | None, Line | None]:
         """Since the last event: where ranks have gone on that were started again, and a step."""

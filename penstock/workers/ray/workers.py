@@ -487,12 +487,11 @@ class RayWorkers(DrivenWorkers):
         found, current = copying.gathered(), self._model.current()
         for parts in self._parts:
             parts.go_back(found.states)
+        since: Sequence[TensorChanges] = ()
+        attributes: AttributeChanges = {}
         try:
             since, attributes = self._changes(), self._following.changes()
-        except InputError:  # the script has changed what cannot be followed
-            since, attributes = (), {}
-            raise
-        finally:
+        finally:  # also if the script has changed what cannot be followed
             rewound = Rewinding(self._model, found, since, self._modules, attributes, self._sent)
             self._lost = LostWork(copying.works, rewound, current)
             with rewound():  # so that the script has it, whatever comes next
