@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from penstock.workers.ray.copying import Gathered
 from penstock.workers.ray.jobs import TensorChanges
 from penstock.workers.ray.model import DriverModel
 
+SentModule = Mapping[str, Packed | None]
+"""The attributes of a module by their names, as they were sent; `None` if they cannot be packed."""
+
 
 class SentAttributes:
     """The plain attributes of modules, as workers were last sent them.
@@ -28,38 +31,38 @@ class SentAttributes:
     def __init__(self, model: nn.Module) -> None:
         self._known = [*model.modules(), *(tensor for _, tensor in named_tensors(model))]
         self._numbers = {id(each): number for number, each in enumerate(self._known)}
-        self._packed: dict[int, Mapping[str, Packed]] = {}
+        self._packed: dict[int, SentModule] = {}
 
-    def packed(self, modules: Mapping[int, nn.Module]) -> dict[int, Mapping[str, Packed]]:
+    def packed(self, modules: Mapping[int, nn.Module]) -> dict[int, SentModule]:
         """What modules, by their numbers, have now; for `have`."""
         return {number: self._packed_of(module) for number, module in modules.items()}
 
-    def _packed_of(self, module: nn.Module) -> Mapping[str, Packed]:
-        """Of attributes by their names; without those that cannot be sent to a worker, either."""
-        found = {}
-        for name, value in attributes_of(module).items():
-            if name not in INTERNAL:
-                with suppress(Exception):
-                    data, tensors = pack_apart(value, self._numbers)
-                    found[name] = Packed(data, [tensor.detach().clone() for tensor in tensors])
-        return found
+    def _packed_of(self, module: nn.Module) -> SentModule:
+        own = attributes_of(module).items()
+        return {name: self._pack(value) for name, value in own if name not in INTERNAL}
 
-    def have(self, packed: Mapping[int, Mapping[str, Packed]]) -> None:
+    def _pack(self, value: Any) -> Packed | None:
+        try:
+            data, tensors = pack_apart(value, self._numbers)
+        except Exception:  # the module has left it out where it was sent
+            return None
+        return Packed(data, [tensor.detach().clone() for tensor in tensors])
+
+    def have(self, packed: Mapping[int, SentModule]) -> None:
         """The workers have these modules, by their numbers, with these attributes."""
         self._packed.update(packed)
 
     def as_sent(self, changes: AttributeChanges) -> AttributeChanges:
-        """What the attributes were that are others now."""
-        return {
-            number: {name: self._value(self._packed[number].get(name)) for name in names}
-            for number, names in changes.items()
-            if number in self._packed
-        }
-
-    def _value(self, packed: Packed | None) -> Any:
-        if packed is None:
-            return MISSING
-        return unpack_with(packed.data, [*packed.tensors, *reversed(self._known)].__getitem__)
+        """What the attributes were that are others now, as far as it is known."""
+        found: dict[int, dict[str, Any]] = {}
+        for number in changes.keys() & self._packed.keys():
+            sent = self._packed[number]
+            found[number] = {name: MISSING for name in changes[number] if name not in sent}
+            for name in changes[number]:
+                if (packed := sent.get(name)) is not None:
+                    objects = [*packed.tensors, *reversed(self._known)]
+                    found[number][name] = unpack_with(packed.data, objects.__getitem__)
+        return found
 
 
 class Rewinding:

@@ -70,7 +70,7 @@ from penstock.workers.ray.logged_pass import LoggedPass, as_leaf
 from penstock.workers.ray.model import DriverModel, ScriptChanges
 from penstock.workers.ray.parts import ActorParts
 from penstock.workers.ray.pool import ActorPool, ActorSurvivors
-from penstock.workers.ray.rewinding import Rewinding, SentAttributes
+from penstock.workers.ray.rewinding import Rewinding, SentAttributes, SentModule
 from penstock.workers.ray.watch import ClusterWatch
 from penstock.workers.redo import LostWork, Work
 from penstock.workers.remembering import Finder
@@ -102,7 +102,7 @@ class Ticket(NamedTuple):
     started: Dispatch
     protection: Protection | None
     work: Work | None
-    attributes: Mapping[int, Mapping[str, Packed]]
+    attributes: Mapping[int, SentModule]
 
 
 class RayWorkers(DrivenWorkers):
@@ -294,7 +294,7 @@ class RayWorkers(DrivenWorkers):
             noted = self._model.take_noted()
             protection = self._protect_pass(order, noted, changed)
             before, after = (protection.before, protection.after) if protection else (None, None)
-            sent = {}
+            sent: dict[int, SentModule] = {}
             if self._copying is not None:
                 sent = self._sent.packed({number: self._modules[number] for number in changed})
             jobs = [
@@ -459,7 +459,7 @@ class RayWorkers(DrivenWorkers):
         return self._copying.protect(can_be_logged, False)
 
     def _seconds(self, protection: Protection | None) -> float:
-        """Seconds that work may take which is kept like this."""
+        """Seconds that work may take which is protected like this."""
         after = protection.after if protection is not None else None
         return self._timeout + _MORE + (after.timeout if after is not None else 0.0)
 

@@ -370,10 +370,11 @@ def test_attributes_as_they_were_sent() -> None:
     model.rate = 0.1
     model.names.append("b")
     model.more = 1  # type: ignore[assignment]
-    names = dict.fromkeys(["rate", "names", "scale", "tied", "more"])
+    names = dict.fromkeys(["rate", "names", "scale", "tied", "more", "lock"])
     (found,) = sent.as_sent({0: names}).values()
     assert (found["rate"], found["names"], found["more"]) == (0.5, ["a"], MISSING)
     assert found["scale"] is model.scale  # a tensor of the model, whose values are sent as such
+    assert "lock" not in found  # nobody knows it, and it was there
     assert found["tied"][0] is model.layer
     assert found["tied"][1] is model.layer.weight
     as_now = sent.packed({0: model})

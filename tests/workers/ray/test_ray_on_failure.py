@@ -447,6 +447,20 @@ def train_with_events(
     return found | {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
+def compare(
+    train: Callable[[ps.Pipeline, bool], dict[str, torch.Tensor]],
+    build: Callable[[], nn.Module],
+    deaths: int,
+) -> None:
+    """Actors, of whom so many die, get the bits of threads, of whom none does."""
+    with make(build(), workers="threads", threads_per_worker=1) as pipe:
+        wanted = train(pipe, False)
+    with make(build(), on_failure="replace") as pipe:
+        found = train(pipe, True)
+        assert pipe.members.number == deaths
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_another_dies_while_what_is_lost_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,25 +498,19 @@ def test_what_is_lost_is_done_again_with_the_attributes_of_then(
         pipe.model.eval()
         pipe.model[3].train()  # type: ignore[index]
 
+        with torch.no_grad():
+            pipe.model[0].weight.mul_(0.5)  # type: ignore[index]
+
     def die(pipe: ps.Pipeline) -> None:
         pipe.fetch()
         send(1)(pipe)
         time.sleep(0.5)
         change(pipe)
-        with torch.no_grad():
-            pipe.model[0].weight.mul_(0.5)  # type: ignore[index]
 
-    def live(pipe: ps.Pipeline) -> None:
-        change(pipe)
-        with torch.no_grad():
-            pipe.model[0].weight.mul_(0.5)  # type: ignore[index]
+    def train(pipe: ps.Pipeline, dies: bool) -> dict[str, torch.Tensor]:
+        return train_with_events(pipe, {4: die if dies else change}, 6)
 
-    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
-        wanted = train_with_events(pipe, {4: live}, 6)
-    with make(plain_layers(), on_failure="replace") as pipe:
-        found = train_with_events(pipe, {4: die}, 6)
-        assert pipe.members.number == 1
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    compare(train, plain_layers, 1)
 
 
 @pytest.mark.slow
@@ -530,12 +538,7 @@ def test_a_state_that_is_loaded_after_a_death_is_not_there_before_it(
         optimizer.step()
         return {name: value.clone() for name, value in pipe.state_dict().items()}
 
-    with make(plain_layers(), workers="threads", threads_per_worker=1) as pipe:
-        wanted = train(pipe, False)
-    with make(plain_layers(), on_failure="replace") as pipe:
-        found = train(pipe, True)
-        assert pipe.members.number == 1
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    compare(train, plain_layers, 1)
 
 
 @pytest.mark.slow
@@ -560,12 +563,7 @@ def test_two_backwards_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: value.clone() for name, value in pipe.state_dict().items()}
 
     layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
-    with make(copy.deepcopy(layers), workers="threads", threads_per_worker=1) as pipe:
-        wanted = train(pipe, False)
-    with make(copy.deepcopy(layers), on_failure="replace") as pipe:
-        found = train(pipe, True)
-        assert pipe.members.number == 2
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    compare(train, lambda: copy.deepcopy(layers), 2)
 
 
 def keep_a_lock(module: nn.Module, *_: Any) -> None:
