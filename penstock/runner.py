@@ -42,7 +42,7 @@ from penstock.observe.profiled import of_worker, profiled
 from penstock.observe.trace import RecordedTimeline
 from penstock.plan import Plan
 from penstock.steps import Steps
-from penstock.workers.backend import Workers
+from penstock.workers.backend import Ticket, Workers
 from penstock.workers.ownership import Ownership
 from penstock.workers.redo import Work
 from penstock.workers.ways import Ways
@@ -130,7 +130,7 @@ class Started:
     Attributes:
         order: the pass.
         begun: when, in nanoseconds of `time.monotonic_ns()`.
-        ticket: for `Workers.finish`; `None` until the pass is sent to the workers.
+        ticket: by which it is finished; `None` until the pass is sent to the workers.
         is_lost: whether it reads states of workers that are gone, so that nobody can run it.
         before: what the model was like when it began, if it may have to be run again later.
         end: what has come of it, if that is known before it is asked for.
@@ -140,7 +140,7 @@ class Started:
 
     order: Order
     begun: int
-    ticket: Any = None
+    ticket: Ticket | None = None
     is_lost: bool = False
     before: _Before | None = None
     end: Outcome | Exception | None = None
@@ -682,7 +682,7 @@ class Runner:
             order = held.order.changed(again=True, recorded=False)
             self._introduce(order)
             with held.again(self.workers):
-                self.workers.finish(self.workers.start(order))
+                self.workers.start(order).finish()
             self._lost.discard(number)
 
     def awaiting_backward(self, order: Order) -> Started | None:
@@ -882,9 +882,9 @@ class Runner:
             self._submit(started if started.is_again and started.is_of_session else None)
         if isinstance(started.end, Exception):
             raise started.end
-        if started.is_lost:
+        if started.ticket is None:  # it is lost, so it was not sent
             raise StatesLost(GONE)
-        return self.workers.finish(started.ticket)
+        return started.ticket.finish()
 
     def forget_with(self, holder: object, order: Order) -> None:
         """Let the stages go of a batch as soon as `holder` is gone."""

@@ -297,6 +297,18 @@ class _Nobody:
         return
 
 
+class Ticket(Protocol):
+    """A pass that workers were given; see `Workers.start`."""
+
+    def finish(self) -> Outcome:
+        """Wait for it. If it fails, all that were started are given up, and undone.
+
+        Raises:
+            WorkerError: a stage or the loss failed.
+            WorkerTimeout: it took too long; workers that do not stop within seconds are closed.
+        """
+
+
 class Workers(ABC):
     """The workers of a pipeline, with their stages and the links between them.
 
@@ -413,28 +425,19 @@ class Workers(ABC):
         return
 
     @abstractmethod
-    def start(self, order: Order) -> Any:
+    def start(self, order: Order) -> Ticket:
         """Have all workers run a pass, after those that were started before it.
 
         Returns:
-            a ticket for `finish`.
+            by which it is finished: passes are finished in the order in which they were started.
 
         Raises:
             ClosedError: they were dismissed.
         """
 
     @abstractmethod
-    def finish(self, ticket: Any) -> Outcome:
-        """Wait for a pass. If it fails, all that were started are given up, and undone.
-
-        Raises:
-            WorkerError: a stage or the loss failed.
-            WorkerTimeout: it took too long; workers that do not stop within seconds are closed.
-        """
-
-    @abstractmethod
     def give_up(self, why: BaseException) -> None:
-        """Give up the passes that are under way, and undo them, as nobody can `finish` them."""
+        """Give up the passes that are under way, and undo them: nobody can finish them any more."""
 
     def modules_idle(self) -> AbstractContextManager[None]:
         """While open, no worker is amid a module of this process: the script may change them.

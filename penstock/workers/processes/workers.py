@@ -7,7 +7,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -68,6 +68,25 @@ from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A pass that was started.
+
+    Attributes:
+        workers: who run it.
+        order: the pass.
+        dispatch: their parts of it; set last, so that no Ctrl-C comes after it.
+    """
+
+    workers: ProcessWorkers
+    order: Order
+    dispatch: Dispatch = field(init=False)
+
+    def finish(self) -> Outcome:
+        """Wait for it, see `Ticket`."""
+        return self.workers.finish(self.order, self.dispatch)
 
 
 class ProcessWorkers(DrivenWorkers):
@@ -244,7 +263,7 @@ class ProcessWorkers(DrivenWorkers):
 
     # -- passes ---------------------------------------------------------------------------
 
-    def start(self, order: Order) -> tuple[Order, Dispatch]:
+    def start(self, order: Order) -> _Ticket:
         """Send all workers a pass."""
         self._pool.check_open()
         self._losses.note(order.loss)
@@ -273,8 +292,9 @@ class ProcessWorkers(DrivenWorkers):
                     for member in self.members
                 ]
             self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
+            ticket = _Ticket(self, order)
             with self._starting():
-                current = self._pool.start(jobs, self._timeout)
+                ticket.dispatch = self._pool.start(jobs, self._timeout)
             for _ in forgotten:
                 self._forgotten.popleft()
         except BaseException:
@@ -284,7 +304,7 @@ class ProcessWorkers(DrivenWorkers):
             else:
                 self._undo()
             raise
-        return order, current
+        return ticket
 
     def _pass(
         self,
@@ -351,9 +371,8 @@ class ProcessWorkers(DrivenWorkers):
         """
         return bool(self._memories) or is_power_of_two(self._passes)
 
-    def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
+    def finish(self, order: Order, current: Dispatch) -> Outcome:
         """Wait for a pass, and let the slots' gradients be those of the model."""
-        order, current = ticket
         self._pool.check_under_way(current)
         try:
             for place in self._places if order.goes_back else ():

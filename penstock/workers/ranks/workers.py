@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -76,12 +76,25 @@ from penstock.workers.ways import NewWay
 T = TypeVar("T")
 
 
-class RankTicket(NamedTuple):
-    """A pass that was started: its order, the operation it began in, the thread's dispatch."""
+@dataclass(frozen=True, eq=False)
+class RankTicket:
+    """A pass that was started.
 
+    Attributes:
+        workers: who run it.
+        order: the pass.
+        number: of the operation in which it began.
+        dispatch: this rank's part of it.
+    """
+
+    workers: RankWorkers
     order: Order
     number: int
     dispatch: Dispatch
+
+    def finish(self) -> Outcome:
+        """Wait for it, see `Ticket`."""
+        return self.workers.finish(self)
 
 
 class RankWorkers(Workers):
@@ -326,7 +339,7 @@ class RankWorkers(Workers):
         self._passes[order.what] += 1
         is_checked, timeout = is_power_of_two(self._passes[order.what]), self._ranks.timeout
         started = self._thread.start([lambda: self._run(order, number, timeout, is_checked)])
-        return RankTicket(order, number, started)
+        return RankTicket(self, order, number, started)
 
     def finish(self, ticket: RankTicket) -> Outcome:
         """Wait for this rank's part of a pass, and hear what has come of all."""

@@ -378,7 +378,7 @@ class FinishPass:
             raise GivenUp
         order, ticket, copy, given = own.tickets[places[0]]
         del own.tickets[places[0]]
-        outcome = own.rank.finish(ticket)
+        outcome = ticket.finish()
         outcome.written = given.written()
         if order.loss is not None:
             outcome.buffers = order.loss.buffers

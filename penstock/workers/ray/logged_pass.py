@@ -70,7 +70,7 @@ class LoggedPass:
             self.settings.apply()
             for module, training in pairs:
                 module.training = training
-            workers.finish(workers.start(order))
+            workers.start(order).finish()
         finally:
             for (module, _), training in zip(pairs, now, strict=True):
                 module.training = training

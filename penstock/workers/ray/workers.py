@@ -8,10 +8,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import monotonic_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,10 +87,12 @@ Redo = Callable[["RayWorkers"], object]
 """Does a piece of work again, with other workers."""
 
 
-class Ticket(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Ticket:
     """A pass that was started.
 
     Attributes:
+        workers: who run it.
         order: the pass.
         started: the jobs that start it.
         protection: of it from being lost, if it has any.
@@ -98,11 +100,16 @@ class Ticket(NamedTuple):
         attributes: of modules that were sent with it, by number, as they were then.
     """
 
+    workers: RayWorkers
     order: Order
     started: Dispatch
     protection: Protection | None
     work: Work | None
     attributes: Mapping[int, SentModule]
+
+    def finish(self) -> Outcome:
+        """Wait for it, see `Ticket`."""
+        return self.workers.finish(self)
 
 
 class RayWorkers(DrivenWorkers):
@@ -277,7 +284,7 @@ class RayWorkers(DrivenWorkers):
 
     # -- passes ---------------------------------------------------------------------------
 
-    def start(self, order: Order) -> Ticket:
+    def start(self, order: Order) -> _Ticket:
         """Send all workers a pass."""
         self._check_open()
         self._is_brought = False
@@ -319,7 +326,7 @@ class RayWorkers(DrivenWorkers):
             if not isinstance(error, InputError):
                 self.give_up(error)
             raise
-        return Ticket(order, current, protection, work, sent)
+        return _Ticket(self, order, current, protection, work, sent)
 
     def _leaves(self, order: Order) -> bool:
         """Whether the workers have something else after a pass than before it."""
@@ -372,7 +379,7 @@ class RayWorkers(DrivenWorkers):
         self._training = now
         return now
 
-    def finish(self, ticket: Ticket) -> Outcome:
+    def finish(self, ticket: _Ticket) -> Outcome:
         """Wait for a pass; its gradients stay with the workers."""
         order, protection = ticket.order, ticket.protection
         self._pool.check_under_way(ticket.started)

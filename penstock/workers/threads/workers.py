@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -44,6 +44,25 @@ from penstock.workers.pool import Dispatch
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.thread_pool import ThreadPool
 from penstock.workers.ways import NewWay
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A pass that was started.
+
+    Attributes:
+        workers: who run it.
+        order: the pass.
+        dispatch: their parts of it; set last, so that no Ctrl-C comes after it.
+    """
+
+    workers: ThreadWorkers
+    order: Order
+    dispatch: Dispatch = field(init=False)
+
+    def finish(self) -> Outcome:
+        """Wait for it, see `Ticket`."""
+        return self.workers.finish(self.order, self.dispatch)
 
 
 class ThreadWorkers(Workers):
@@ -151,7 +170,7 @@ class ThreadWorkers(Workers):
             stages[index] = replace(stages[index], spans=spans)
         return replace(way, stages=stages)
 
-    def start(self, order: Order) -> tuple[Order, Dispatch]:
+    def start(self, order: Order) -> _Ticket:
         """Give every thread its part of a pass."""
         order = order.changed(before=self._ran)
         handover = Handover(self._with_streams)
@@ -171,7 +190,9 @@ class ThreadWorkers(Workers):
             count = len(order.microbatches)
             self._handovers[order.number] = handover
             self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
-            return order, self._pool.start(jobs)  # nothing after it, where a Ctrl-C might come
+            ticket = _Ticket(self, order)
+            ticket.dispatch = self._pool.start(jobs)
+            return ticket
         except BaseException:
             if self._pool.under_way:  # those before it go on
                 self._backups.drop(order.number)
@@ -241,9 +262,8 @@ class ThreadWorkers(Workers):
             wanted = self._twins[member.number].parameters(wanted)
         return assembly.run(member.place, order.changed(wanted=wanted), record, dealer)
 
-    def finish(self, ticket: tuple[Order, Dispatch]) -> Outcome:
+    def finish(self, order: Order, current: Dispatch) -> Outcome:
         """Wait for a pass, and drop the backups by which it could have been undone."""
-        order, current = ticket
         self._pool.check_under_way(current)
         try:
             outcome = Outcome.of(self._pool.finish(current, self._timeout))

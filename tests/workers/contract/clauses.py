@@ -238,7 +238,7 @@ def who_works_and_at_what(kind: WorkerKind) -> None:
         assert not readings[1].activity.waits
         assert readings[1].since > 0
         go.touch()
-        rig.workers.finish(ticket)
+        ticket.finish()
         assert all(each.activity.is_idle for each in rig.workers.status().values())
 
 
@@ -293,7 +293,7 @@ def every_action_is_timed(kind: WorkerKind) -> None:
     with Rig(kind) as rig:
         with rig.workers.operation("a step"):
             ticket = rig.workers.start(replace(rig.order("train"), recorded=True))
-        events = timeline_of(rig.workers.finish(ticket).logs, 2).events
+        events = timeline_of(ticket.finish().logs, 2).events
         actions = [a for worker in rig.plan.schedule_for(COUNT).workers for a in worker]
         assert sorted(event.action for event in events) == sorted(actions)
         begun = {event.action: event.start for event in events}
@@ -545,7 +545,7 @@ def a_pass_that_is_given_up(kind: WorkerKind) -> None:
         assert same(rig.now(), before)
         for ticket in tickets:
             with pytest.raises(ps.ClosedError):
-                rig.workers.finish(ticket)
+                ticket.finish()
         assert same(rig.now(), before)
         rig.disarm()
         rig.runner.counts = counts
@@ -593,11 +593,11 @@ def a_pass_that_fails_among_others(kind: WorkerKind) -> None:
         rig.model.eval()
         rig.trap(1).arm("forward", divide, after=COUNT)
         tickets = [rig.started("infer") for _ in range(3)]
-        assert sorted(rig.workers.finish(tickets[0]).results) == list(range(COUNT))
+        assert sorted(tickets[0].finish().results) == list(range(COUNT))
         with pytest.raises(ps.WorkerError, match="stage 1"):
-            rig.workers.finish(tickets[1])
+            tickets[1].finish()
         with pytest.raises(ps.ClosedError):
-            rig.workers.finish(tickets[2])
+            tickets[2].finish()
         rig.model.train()
         rig.disarm()
         rig.train()

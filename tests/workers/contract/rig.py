@@ -145,14 +145,14 @@ class Rig:
 
     def run(self, what: PassKind, x: torch.Tensor = X, **options: Any) -> Outcome:
         """What comes of a pass."""
-        return self.workers.finish(self.started(what, x, **options))
+        return self.started(what, x, **options).finish()
 
     def forward(self, x: torch.Tensor) -> tuple[Order, Outcome]:
         """A batch of which stages hold what its backward needs."""
         with self.workers.operation("a call"):
             order = self.order("forward", x)
             ticket = self.workers.start(order)
-        return order, self.workers.finish(ticket)
+        return order, ticket.finish()
 
     def back(self, order: Order, outcome: Outcome, wanted: Any = None) -> Outcome:
         """What comes of the backward of a forward: the gradient of each result is itself."""
@@ -160,7 +160,7 @@ class Rig:
         back = order.back(gradients, order.modes, wanted)
         with self.workers.operation("backward"):
             ticket = self.workers.start(back)
-        return self.workers.finish(ticket)
+        return ticket.finish()
 
     def train(self, steps: int = 1, x: torch.Tensor = X, **options: Any) -> None:
         """Train, and see that one device has the same loss, gradients and statistics."""
@@ -178,7 +178,7 @@ class Rig:
         self.twin.eval()
         tickets = [self.started("infer", x) for x in batches]
         for x, ticket in zip(batches, tickets, strict=True):
-            outcome = self.workers.finish(ticket)
+            outcome = ticket.finish()
             with torch.no_grad():
                 expected = [self.twin(part) for part in x.tensor_split(COUNT)]
             assert all(torch.equal(a, b) for (a,), b in zip(outcome.parts, expected, strict=True))
