@@ -506,5 +506,5 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
 
 def _steps_parameters_of(model: nn.Module, optimizer: Optimizer) -> bool:
     """Whether the optimizer steps a parameter of the model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(id(p) in own for p in parameters_of(optimizer))
+    stepped = {id(parameter) for parameter in parameters_of(optimizer)}
+    return any(id(p) in stepped for p in model.parameters())  # the first one says it, usually

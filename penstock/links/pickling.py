@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted
-from penstock.links.segment import TensorPlace, brought, shift_of
+from penstock.links.segment import TensorPlace, alone, brought, shift_of
 from penstock.links.shared_memory import Layout, is_plain, laid_out
 from penstock.torch_internals import inject_parametrized_class, inject_parametrized_property
 
@@ -116,7 +116,9 @@ def from_bytes(data: bytes) -> Any:
     if content:
         base.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     memory = base.numpy().data
-    tensors = [place.alone(memory).requires_grad_(place.requires_grad) for place in layout]
+    tensors = alone(memory, layout)
+    for tensor, place in zip(tensors, layout, strict=True):
+        tensor.requires_grad_(place.requires_grad)
     return unpack(data, tensors)
 
 

@@ -10,7 +10,7 @@ import mmap
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -115,7 +115,7 @@ class Segment:
     def tensors(self, places: Sequence[TensorPlace]) -> list[torch.Tensor]:
         """Tensors in the content, each with a storage of its own."""
         memory = self._whole[_HEADER:]
-        return [place.alone(memory) for place in places]
+        return alone(memory, places)
 
     def integers(self) -> memoryview:
         """The content as 64-bit integers."""
@@ -146,19 +146,16 @@ class TensorPlace(NamedTuple):
         """The first byte behind it."""
         return self.offset + _span(self.shape, self.stride) * self.dtype.itemsize
 
-    @_ordinary
     def alone(self, memory: memoryview) -> torch.Tensor:
-        """The tensor, in this memory, which it holds, with a storage that has nothing else in it.
+        """The tensor alone in a storage, see `alone`."""
+        return alone(memory, [self])[0]
 
-        What users may get must be such a tensor: `torch.save`, `pickle` and `copy.deepcopy` write
-        whole storages, and can read none that is used with several dtypes.
-        """
+    def _alone(self, memory: memoryview) -> torch.Tensor:
         count = _span(self.shape, self.stride)
         if not count:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
-        storage = flat.untyped_storage()
-        return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.stride)
+        return flat.as_strided_(self.shape, self.stride)
 
     @_ordinary
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -174,6 +171,16 @@ class TensorPlace(NamedTuple):
             return Target(self.of(storage), None)
         once = tuple(1 if s == 0 else n for n, s in zip(self.shape, self.stride, strict=True))
         return Target(self._replace(shape=once).of(storage), tuple(slice(n) for n in once))
+
+
+@_ordinary
+def alone(memory: memoryview, places: Iterable[TensorPlace]) -> list[torch.Tensor]:
+    """The tensors in this memory, which they hold, each with a storage that has nothing else in it.
+
+    What users may get must be such tensors: `torch.save`, `pickle` and `copy.deepcopy` write whole
+    storages, and can read none that is used with several dtypes.
+    """
+    return [place._alone(memory) for place in places]
 
 
 class Target(NamedTuple):
@@ -248,4 +255,7 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to the last of a tensor."""
     if 0 in shape:
         return 0
-    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    last = 0
+    for n, s in zip(shape, stride, strict=True):
+        last += (n - 1) * s
+    return last + 1

@@ -20,7 +20,7 @@ from torch import nn
 
 from penstock.devices.kinds import kind_of
 from penstock.errors import InputError
-from penstock.links.segment import Segment, TensorPlace, fill, place_of
+from penstock.links.segment import Segment, TensorPlace, alone, fill, place_of
 from penstock.links.shared_memory import Slots
 from penstock.torch_internals import storage_uses
 from penstock.workers.ownership import conflict
@@ -28,6 +28,7 @@ from penstock.workers.tensors import Shared, described, hooks_of_tensors
 
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
 _ALONE = storage_uses(torch.empty(1))
+_NEVER_CHANGES = torch.empty(0)
 
 Grant = Callable[[int, int], int]
 """Sends the workers at a place a file descriptor; returns the number under which they have it."""
@@ -114,23 +115,26 @@ class _Versions:
 
     Attributes:
         tensors: which.
+        counting: the same, but for inference tensors, in whose place is one that never changes.
         sent: as last sent to the workers.
         known: and as they certainly know.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
+    counting: list[torch.Tensor] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
 
     def add(self, tensor: torch.Tensor) -> None:
         """Watch one more tensor; its present version counts as sent and known."""
         self.tensors.append(tensor)
-        self.sent.append(_version(tensor))
+        self.counting.append(_NEVER_CHANGES if tensor.is_inference() else tensor)
+        self.sent.append(self.counting[-1]._version)
         self.known.append(self.sent[-1])
 
     def written(self) -> tuple[int, ...]:
         """The tensors that were changed in place since this was last asked."""
-        now = list(map(_version, self.tensors))
+        now = [tensor._version for tensor in self.counting]
         if now == self.sent:
             return ()
         before, self.sent = self.sent, now
@@ -179,7 +183,7 @@ class _Part:
         if not self._are_in_segments or self.memory is None:
             return self._gradients
         if not self._gradients:
-            self._gradients = [place.alone(self.memory) for place in self.places[:-1]]
+            self._gradients = alone(self.memory, self.places[:-1])
             self._gradient_addresses = [gradient.data_ptr() for gradient in self._gradients]
         elif list(map(torch.Tensor.data_ptr, self._gradients)) != self._gradient_addresses:
             for k, gradient in enumerate(self._gradients):  # `grad.data = ...`
@@ -455,7 +459,7 @@ class SharedModel:
     def before(self, place: int) -> Gradients:
         """Where the gradients of the next pass go, and what of them is there already."""
         part = self._parts[place]
-        present = tuple(k for k, p in enumerate(part.parameters) if p.grad is not None)
+        present = tuple([k for k, p in enumerate(part.parameters) if p.grad is not None])
         new_slot = part.renew(bool(present), partial(self._grant, place))
         self._is_renewed |= new_slot is not None
         slots = part.gradients() if present else []
@@ -465,7 +469,7 @@ class SharedModel:
         for k, gradient in zip(others, copies, strict=True):
             part.parameters[k].grad = slots[k].copy_(gradient)
         part.note(present)
-        requires_grad = tuple(p.requires_grad for p in part.parameters)
+        requires_grad = tuple([p.requires_grad for p in part.parameters])
         changed = requires_grad != part.requires_grad
         part.requires_grad = requires_grad
         changed_to = requires_grad if changed else None
@@ -483,10 +487,12 @@ class SharedModel:
         part = self._parts[place]
         changed = [p for p in parameters if p.grad is not None and not p.is_inference()]
         torch.autograd.graph.increment_version(changed)
-        for parameter in changed:
-            number = self.number(place, parameter)
-            if number is not None and not self._is_replicated:  # others do not
-                part.versions.sent[number] += 1  # the worker knows this one
+        if self._is_replicated:
+            return  # the worker knows of these changes, but others do not
+        sent, owners = part.versions.sent, self._owners
+        for owner, number in [owners.get(id(p), (-1, -1)) for p in changed]:
+            if owner == place:
+                sent[number] += 1
 
     def confirm(self) -> None:
         """All that was sent to the workers has arrived."""
@@ -526,11 +532,6 @@ def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[TensorPlace], in
         size = place.end
         places.append(place)
     return places, size
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place, as autograd counts."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _room_for(parameter: nn.Parameter) -> torch.Tensor:
