@@ -242,6 +242,8 @@ def _requested(plan: Plan, request: Request) -> str:
         "inference",
     )
     asked = {name: getattr(request, name) for name in names}
-    said = [f"{name}={value!r}" for name, value in asked.items() if value != getattr(free, name)]
+    differing = [
+        f"{name}={value!r}" for name, value in asked.items() if value != getattr(free, name)
+    ]
     count = f"{plan.num_microbatches} micro-batches, which stay so that results do"
-    return ", ".join([*said, count])
+    return ", ".join([*differing, count])

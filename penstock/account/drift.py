@@ -59,8 +59,8 @@ class Drift:
         return self.is_notable or self.better is not None
 
     def __str__(self) -> str:
-        took, said = show_seconds(self.measured_seconds), show_seconds(self.predicted_seconds)
-        first = f"a step takes {took}, {self.ratio:.2f} times the predicted {said}"
+        took, predicted = show_seconds(self.measured_seconds), show_seconds(self.predicted_seconds)
+        first = f"a step takes {took}, {self.ratio:.2f} times the predicted {predicted}"
         return "; ".join([first, *self.reasons])
 
     @property

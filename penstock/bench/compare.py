@@ -248,13 +248,13 @@ def candidates(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Make]
             for m, own in shared.items()
         },
         "FSDP2": {
-            f"m={m}, {said}": partial(sharded, own, **how)
-            for said, how in SHARDS.items()
+            f"m={m}, {setting}": partial(sharded, own, **how)
+            for setting, how in SHARDS.items()
             for m, own in shared.items()
         },
         "one process, all cores": {
-            f"m={m}{said}": partial(one_process, own, threads=cores, environment=waits)
-            for said, waits in WAITS.items()
+            f"m={m}{setting}": partial(one_process, own, threads=cores, environment=waits)
+            for setting, waits in WAITS.items()
             for m, own in work.items()
         },
         "one device": {f"m={m}": partial(one_process, own) for m, own in work.items()},

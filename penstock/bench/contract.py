@@ -270,8 +270,8 @@ def main(arguments: Sequence[str]) -> int:
     with Contenders() as contenders:
         for case in chosen:
             found[case] = {name: contenders.verdict(case, name) for name in (*OURS, *OTHERS)}
-            said = "; ".join(f"{name}: {verdict}" for name, verdict in found[case].items())
-            print(f"{case.title}: {said}", file=sys.stderr, flush=True)
+            verdicts = "; ".join(f"{name}: {verdict}" for name, verdict in found[case].items())
+            print(f"{case.title}: {verdicts}", file=sys.stderr, flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.with_suffix(".md").write_text(as_markdown(found))
     options.output.with_suffix(".json").write_text(json.dumps(as_data(found), indent=2) + "\n")

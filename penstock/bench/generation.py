@@ -450,8 +450,8 @@ def inference(work: Inference, settings: Settings) -> dict[str, Any]:
             difference = (contestant.logits() - expected).abs().max().item()
             rows.append({**row(contestant.name, seconds, taken[0]), "difference": difference})
     largest = expected.abs().max().item()
-    said = [plan.summary for plan in chosen.values()]
-    return {"rows": rows, "largest": largest, "scouted": scouted, "plans": said}
+    texts = [plan.summary for plan in chosen.values()]
+    return {"rows": rows, "largest": largest, "scouted": scouted, "plans": texts}
 
 
 def pippy_makes(work: Inference, counts: Iterable[int], further: int) -> dict[str, Make]:
@@ -521,16 +521,16 @@ def show(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
     cells = [(title, "seconds", "of the first's", "±", "")]
     for found in rows:
         groups = f", {found['groups']} groups" if "groups" in found else ""
-        said = f"differs by {found['difference']:.1e}" if "difference" in found else ""
+        note = f"differs by {found['difference']:.1e}" if "difference" in found else ""
         if not found.get("same_tokens", True):
-            said = "OTHER TOKENS"
+            note = "OTHER TOKENS"
         cells.append(
             (
                 f"{found['name']}{groups}",
                 f"{found['median']:.4g}",
                 f"{found['to_first']:.3f}x",
                 f"{found['spread']:.3f}",
-                said,
+                note,
             )
         )
     return aligned(cells)
@@ -550,14 +550,14 @@ TOLERANCE = 1e-4
 
 def wrong(model: str, found: dict[str, Any]) -> list[str]:
     """Which contestants have not done what the model does."""
-    said = [
+    texts = [
         f"{model}: {each['name']} has other tokens than the model's own generate"
         for part in ("generation", "latency")
         for each in found[part]["rows"]
         if not each["same_tokens"]
     ]
     largest = found["inference"]["largest"]
-    return said + [
+    return texts + [
         f"{model}: logits of {each['name']} differ by {each['difference']:.2e}, where the largest "
         f"is {largest:.2e}"
         for each in found["inference"]["rows"]

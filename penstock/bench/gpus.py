@@ -225,10 +225,10 @@ def report(row: dict[str, Any]) -> None:
     for each in row["contestants"]:
         ratios = [own / other for own, other in zip(each["seconds"], base, strict=True)]
         predicted = each.get("predicted_step_seconds")
-        said = f"  predicted {1e3 * predicted:.2f} ms" if predicted else ""
+        prediction = f"  predicted {1e3 * predicted:.2f} ms" if predicted else ""
         print(
             f"  {each['name']:34} {1e3 * statistics.median(each['seconds']):8.2f} ms  "
-            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}){said}",
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}){prediction}",
             flush=True,
         )
     peaks = {name: f"{size / 2**20:.0f} MiB" for name, size in row["peaks"].items()}

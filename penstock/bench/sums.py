@@ -227,11 +227,11 @@ def main(arguments: Sequence[str]) -> int:
     for name in chosen:
         for result in measure(models[name], options, tried):
             found.append(result)
-            said = ", ".join(
+            text = ", ".join(
                 f"{row['name']} {1e3 * row['median']:.2f} ms ({row['to_ordered']:.3f} ± "
                 f"{row['spread']:.3f})"
                 for row in result["rows"]
             )
-            print(f"{result['model']}, {result['where']}: {said}", flush=True)
+            print(f"{result['model']}, {result['where']}: {text}", flush=True)
     record.save("sums", {"results": found, "rounds": options.rounds}, options)
     return 0

@@ -137,11 +137,11 @@ def main(arguments: Sequence[str]) -> int:
             flush=True,
         )
         for setting, ratios in each["ratios"].items():
-            said = [
+            texts = [
                 "{} {:.4f} ({:.4f} to {:.4f})".format(part, *ratios[part])
                 for part in ("step", "optimizer")
             ]
-            said.append(f"all seconds {ratios['all']:.4f}")
-            print(f'  on_failure="{setting}": {", ".join(said)}', flush=True)
+            texts.append(f"all seconds {ratios['all']:.4f}")
+            print(f'  on_failure="{setting}": {", ".join(texts)}', flush=True)
     record.save("surviving", {"costs": found}, options)
     return 0

@@ -56,8 +56,8 @@ def compare(report: dict[str, Any]) -> str:
         found = {column: _fastest(model["rows"], names) for column, names in COLUMNS.items()}
         cells = [_cell(row, column == "Penstock") for column, row in found.items()]
         lines.append(f"| {' | '.join([model['model'], *cells])} |")
-        said = [_said(row) for row in found.values() if row is not None]
-        plans.append(f"- {model['model']}: {'; '.join(said)}.")
+        texts = [_described(row) for row in found.values() if row is not None]
+        plans.append(f"- {model['model']}: {'; '.join(texts)}.")
     return "\n".join([*lines, "", *plans, "", *conditions(report["models"])])
 
 
@@ -75,7 +75,7 @@ def _cell(row: dict[str, Any] | None, is_first: bool) -> str:
     return f"{row['slower']:.2f}x ± {row['slower_spread']:.2f}"
 
 
-def _said(row: dict[str, Any]) -> str:
+def _described(row: dict[str, Any]) -> str:
     """The configuration of a contestant."""
     return f"{row['name']}: {row['plan']}" if "plan" in row else str(row["name"])
 
@@ -150,11 +150,11 @@ def watched(report: dict[str, Any]) -> str:
         f"{show_seconds(statistics.median(seconds))} with {workers}"
         for workers, seconds in report["hung"].items()
     )
-    said = (
+    text = (
         "Medians of pairs, with 95 % intervals. The stack of a worker that hangs with Python's "
         f"lock is there after {hung}."
     )
-    return "\n".join([*lines, "", f"{said} {_where(report)}"])
+    return "\n".join([*lines, "", f"{text} {_where(report)}"])
 
 
 def attribution(report: dict[str, Any]) -> str:
@@ -173,11 +173,11 @@ def small(report: dict[str, Any]) -> str:
         took = statistics.median(run["measured"] for run in each["runs"])
         errors = [f"{each['errors'][what]:+.1%}" for what in ("predicted", "calibrated")]
         lines.append(f"| {each['model']} | {1e3 * took:.0f} ms | {' | '.join(errors)} |")
-    said = []
+    texts = []
     for what, name in (("predicted", "predicted"), ("calibrated", "after ten steps")):
         sizes: list[float] = sorted(abs(each["errors"][what]) for each in report["models"])
-        said.append(f"{name}: median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}")
-    return "\n".join([*lines, "", f"{'; '.join(said)}. {_where(report)}"])
+        texts.append(f"{name}: median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}")
+    return "\n".join([*lines, "", f"{'; '.join(texts)}. {_where(report)}"])
 
 
 def generation(report: dict[str, Any]) -> str:
@@ -250,8 +250,8 @@ def _inferred(models: Sequence[dict[str, Any]]) -> str:
         cells = [model["model"], f"{1e3 * first['median']:.3g} ms, {setting}"]
         for name in names:
             row = next((row for row in rows if row["name"].startswith(name)), None)
-            said = row["name"].removeprefix(name).removeprefix(", ") if row else ""
-            cells.append(f"{_times(row)}{said and f', {said}'}" if row else "does not run")
+            text = row["name"].removeprefix(name).removeprefix(", ") if row else ""
+            cells.append(f"{_times(row)}{text and f', {text}'}" if row else "does not run")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -284,7 +284,7 @@ def _measured_at(models: Sequence[dict[str, Any]]) -> list[str]:
     for model in models:
         machine, how = model["machine"], model["settings"]
         count, rows, length = how["batches"]
-        said = (
+        text = (
             f"{how['sequences']} sequences with prompts of {how['prompt']} tokens, "
             f"{how['new_tokens']} new tokens each; {count} batches of {rows} rows of {length} "
             f"tokens. Medians of {how['rounds']} rounds in turns, and half the distance between "
@@ -292,10 +292,10 @@ def _measured_at(models: Sequence[dict[str, Any]]) -> list[str]:
             f"{machine['processor']}, {machine['cores']} cores, torch {model['torch']}, commit "
             f"{model['commit']}, {model['date']}."
         )
-        alike.setdefault(said, []).append(model["model"])
+        alike.setdefault(text, []).append(model["model"])
     if len(alike) == 1:
         return list(alike)
-    return [f"- {'; '.join(names)}: {said}" for said, names in alike.items()]
+    return [f"- {'; '.join(names)}: {text}" for text, names in alike.items()]
 
 
 def _where(report: dict[str, Any]) -> str:
@@ -312,17 +312,17 @@ def conditions(models: Sequence[dict[str, Any]]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for found in models:
         machine, settings = found["machine"], found["settings"]
-        said = (
+        text = (
             f"Medians of {settings['rounds']} rounds in turns, the order drawn for each, after "
             f"{settings['warm_up']} that do not count; every peer in the configuration that was "
             f"its fastest over {settings['scout']} steps. {machine['processor']}, "
             f"{machine['cores']} cores, torch {found['torch']}, commit {found['commit']}, "
             f"{found['date']}; {settings['allocator']}; threads: {settings['threads']}."
         )
-        alike.setdefault(said, []).append(found["model"])
+        alike.setdefault(text, []).append(found["model"])
     if len(alike) == 1:
         return list(alike)
-    return [f"- {'; '.join(names)}: {said}" for said, names in alike.items()]
+    return [f"- {'; '.join(names)}: {text}" for text, names in alike.items()]
 
 
 def starting(report: dict[str, Any]) -> str:
@@ -358,10 +358,12 @@ def frameworks(report: dict[str, Any]) -> str:
         ratios = [f"{r['to_one_core']:.2f}x ± {r['to_one_core_spread']:.2f}" for r in others]
         cells = [titles[found["model"]], f"{1e3 * first['median']:.0f} ms", *ratios]
         lines.append(f"| {' | '.join(cells)} |")
-        said: dict[str, list[str]] = {}
+        by_plan: dict[str, list[str]] = {}
         for row in others:
-            said.setdefault(row["plan"], []).append(row["name"])
-        plans += [f"- {cells[0]}, {' and '.join(said[plan])}: {plan}." for plan in said if plan]
+            by_plan.setdefault(row["plan"], []).append(row["name"])
+        plans += [
+            f"- {cells[0]}, {' and '.join(by_plan[plan])}: {plan}." for plan in by_plan if plan
+        ]
     rounds = ", ".join(map(str, {found["settings"]["rounds"] for found in report["models"]}))
     return "\n".join(
         [*lines, "", *plans, "", f"Medians of {rounds} processes in turns. {_where(report)}"]

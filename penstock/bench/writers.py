@@ -62,9 +62,9 @@ def writers(quick: bool) -> dict[str, Writing]:
     layers, width, words = (4, 64, 512) if quick else (12, 768, 16384)
     rows, length, new_tokens = (8, 8, 6) if quick else (36, 32, 32)
     size = layers, width, words, length + new_tokens
-    said = f"{layers} layers, width {width}, {words} words"
+    described = f"{layers} layers, width {width}, {words} words"
     texts = (words, rows, length, new_tokens)
     return {
-        "gpt2": Writing(f"GPT-2, {said}", partial(gpt2, *size), "transformer.h", *texts),
-        "llama": Writing(f"Llama, {said}", partial(llama, *size), "model.layers", *texts),
+        "gpt2": Writing(f"GPT-2, {described}", partial(gpt2, *size), "transformer.h", *texts),
+        "llama": Writing(f"Llama, {described}", partial(llama, *size), "model.layers", *texts),
     }

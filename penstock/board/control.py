@@ -76,9 +76,9 @@ def listen(board: Board, known: Known) -> None:
         board.closing.append(control.close)
 
 
-def _question(said: bytes) -> str | None:
+def _question(received: bytes) -> str | None:
     """The line that has come, if it is whole."""
-    line, end, _ = said.partition(b"\n")
+    line, end, _ = received.partition(b"\n")
     return line.decode(errors="replace").strip() if end else None
 
 

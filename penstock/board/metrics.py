@@ -134,14 +134,14 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
-def requested(said: bytes) -> str | None:
+def requested(received: bytes) -> str | None:
     """What a request of HTTP asks for: a path, or for metrics `OPEN_METRICS` if that is accepted.
 
     Returns:
         `None` if it is not whole yet, an empty text if it is none, `FORBIDDEN` if it may not be
         asked for so; before the path of what is to be done, and not only read, there is `"POST "`.
     """
-    head, end, _ = said.partition(b"\r\n\r\n")
+    head, end, _ = received.partition(b"\r\n\r\n")
     if not end:
         return None
     first, *headers = head.decode("latin-1").split("\r\n")
@@ -267,7 +267,7 @@ class Collector:
         )
         limit = GaugeMetricFamily(
             "penstock_worker_memory_limit_bytes",
-            "What it may hold, if that was said.",
+            "What it may hold, if that was given.",
             labels=labels,
         )
         runs = GaugeMetricFamily(

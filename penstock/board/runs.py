@@ -40,7 +40,7 @@ class Worker(msgspec.Struct, frozen=True):
         host: the name of its machine.
         stages: that it runs.
         memory: bytes that it holds at most, as planned.
-        limit: bytes that it may hold; 0 if that was not said.
+        limit: bytes that it may hold; 0 if that was not given.
     """
 
     number: int

@@ -207,7 +207,7 @@ class Remote:
             InputError: there is none, or it is not what Penstock serves.
         """
         if not self._first.wait(_PATIENCE + 1):
-            self.problem = _said(self.url, f"there was no answer within {_PATIENCE:.0f} s")
+            self.problem = _no_status(self.url, f"there was no answer within {_PATIENCE:.0f} s")
         if self.problem:
             self.close()
             raise InputError(self.problem)
@@ -226,7 +226,7 @@ class Remote:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failed += 1
                 if self._state is None or failed >= _TRIES:
-                    self.problem = _said(self.url, _why(error))
+                    self.problem = _no_status(self.url, _why(error))
             self._first.set()
             self._is_closed.wait(_PAUSE)
 
@@ -338,7 +338,7 @@ def _why(error: Exception) -> str:
     return f"the answer is not the state of a pipeline ({error})"
 
 
-def _said(url: str, why: str) -> str:
+def _no_status(url: str, why: str) -> str:
     return (
         f"no pipeline is to be seen at {url}: {why}. Pipeline(metrics=9100) serves it on its own "
         'machine, metrics="0.0.0.0:9100" to others; Pipeline.metrics says where'

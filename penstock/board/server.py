@@ -41,14 +41,14 @@ class _Connection:
 
     Attributes:
         until: when it is given up, by `time.monotonic()`.
-        said: what it has said.
+        received: of its request so far.
         response: what is left to be sent to it; `None` until it has asked for something.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock, self.until = sock, time.monotonic() + _PATIENCE
-        self.said = b""
+        self.received = b""
         self.response: memoryview | None = None
 
     def receive(self) -> None:
@@ -58,8 +58,8 @@ class _Connection:
             OSError: it is gone, or says more than a request can have.
         """
         more = self.sock.recv(_LONGEST)
-        self.said += more
-        if not more or len(self.said) > _LONGEST:
+        self.received += more
+        if not more or len(self.received) > _LONGEST:
             raise ConnectionError
 
     def begin(self, response: bytes) -> None:
@@ -172,7 +172,7 @@ class Server:
             return None
         try:
             one.receive()
-            return self._parse(one.said)
+            return self._parse(one.received)
         except BlockingIOError:
             return None
         except OSError:
@@ -214,7 +214,7 @@ def read_all(sock: socket.socket, end: float, most: int) -> bytes:
         most: bytes that it may say.
 
     Raises:
-        OSError: it is gone; `TimeoutError` if it has not said all in time.
+        OSError: it is gone; `TimeoutError` if it has not sent all in time.
         ValueError: it says more.
     """
     data = bytearray()

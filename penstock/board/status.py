@@ -76,7 +76,7 @@ class WorkerStatus:
         memory: bytes of its device's memory that are in use; of a CPU worker's process, which
             threads share. 0 if it is not known here.
         most_memory: the most that were.
-        limit: bytes that it may hold; 0 if that was not said.
+        limit: bytes that it may hold; 0 if that was not given.
         state: `"running"`, `"stopped"` by a signal, `"gone"`, or `"elsewhere"` if its record is on
             another machine or in another process's board.
     """

@@ -82,16 +82,16 @@ class _Attempt:
             if unused and not all(isinstance(where, Given) for where in self.now):
                 return False
             others = alternatives(self.now, then, outcomes)[:2]
-            if not all(self._is_as_said(trace, numbers) for numbers in (self.now, *others)):
+            if not all(self._is_as_traced(trace, numbers) for numbers in (self.now, *others)):
                 return False
             for numbers in further(self.now, then, outcomes) if others else ():
-                if not self._is_as_said(trace, numbers, or_refused=True):
+                if not self._is_as_traced(trace, numbers, or_refused=True):
                     return False
         except Exception:  # with a number that the model cannot have, or one it cannot follow
             return False
         return bool(others)
 
-    def _is_as_said(
+    def _is_as_traced(
         self, trace: Trace, numbers: Mapping[Where, Numeric], or_refused: bool = False
     ) -> bool:
         """Whether the model does with numbers what the trace says, if it takes them at all."""

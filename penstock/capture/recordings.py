@@ -367,8 +367,8 @@ class _Recording:
 
     def unlike(self, leaves: Sequence[Any]) -> tuple[int, str] | None:
         """What Python has read of an input, by its number, that is something else in these."""
-        for key, said in self.trace.reads.inputs.items():
-            if input_property(leaves[key[0]], key[1]) != said:
+        for key, recorded in self.trace.reads.inputs.items():
+            if input_property(leaves[key[0]], key[1]) != recorded:
                 return key
         return None
 

@@ -278,7 +278,7 @@ class _Adapter:
         """Whether a tensor has the shape that it is said to have, as far as that is known."""
         sizes = zip(general.shape, general.at(self.sizes), one.shape, strict=False)
         return len(general.shape) == len(one.shape) and all(
-            said == n or isinstance(known, Irregular) for known, said, n in sizes
+            stated == n or isinstance(known, Irregular) for known, stated, n in sizes
         )
 
     def alike(self, general: object, one: object) -> bool:
@@ -298,8 +298,8 @@ class _Comparison(_Adapter):
         """Whether a tensor has the rows that it is said to have."""
         sizes = zip(general.shape, general.at(self.sizes), one.shape, strict=False)
         return len(general.shape) == len(one.shape) and all(
-            said == n or not (isinstance(known, Size) and known.grows_with(ROWS))
-            for known, said, n in sizes
+            stated == n or not (isinstance(known, Size) and known.grows_with(ROWS))
+            for known, stated, n in sizes
         )
 
     def alike(self, general: object, one: object) -> bool:

@@ -355,11 +355,11 @@ def _text(outcomes: Sequence[Predicted], width: int | None) -> str:
         return "\n".join(lines)
     settings = range(_HEADING.index("step"))
     common = [k for k in settings if rows[0][k] and len({row[k] for row in rows}) == 1]
-    said = ", ".join(f"{_HEADING[k]} {rows[0][k]}" for k in common)
+    in_common = ", ".join(f"{_HEADING[k]} {rows[0][k]}" for k in common)
     kept = [k for k in range(len(_HEADING)) if k not in common]
     cells = [[row[k] for k in kept] for row in (heading, *rows)]
     left = [place for place, k in enumerate(kept) if k in _LEFT]
-    return "\n".join([*([said, ""] if said else []), *aligned(cells, left, width)])
+    return "\n".join([*([in_common, ""] if in_common else []), *aligned(cells, left, width)])
 
 
 def _row(outcome: Predicted) -> tuple[str, ...]:

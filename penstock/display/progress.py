@@ -88,13 +88,13 @@ def callback(
         console: where to show it; stderr by default.
     """
     console = console or Console(stderr=True)
-    last, said = float("-inf"), set[str]()
+    last, printed = float("-inf"), set[str]()
 
     def say(done: int, total: int, what: str) -> None:
         nonlocal last
-        if what not in said and time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+        if what not in printed and time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            said.add(what)
+            printed.add(what)
             print(f"{done}/{total}  {what}", file=console.file, flush=True)
 
     with RichProgress(console=console, transient=True, disable=not console.is_terminal) as bar:

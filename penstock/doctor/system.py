@@ -400,16 +400,18 @@ def _by_name(addresses: dict[str, str]) -> Finding:
     )
     address = found[0] if found else "?no answer within 3 s"
     if address.startswith("?"):
-        said = f"the name of this machine, {name}, has no address: {address[1:]}"
-        return Finding("address of ranks", "warning", said, f"add it to /etc/hosts, or {to_do}")
+        detail = f"the name of this machine, {name}, has no address: {address[1:]}"
+        return Finding("address of ranks", "warning", detail, f"add it to /etc/hosts, or {to_do}")
     if address.startswith("127."):
-        said = f"{name} is {address}, which other machines cannot reach"
-        return Finding("address of ranks", "warning" if others else "info", said, to_do)
+        detail = f"{name} is {address}, which other machines cannot reach"
+        return Finding("address of ranks", "warning" if others else "info", detail, to_do)
     interface = next((name for name, own in addresses.items() if own == address), "")
-    said = f"{name} is {address}{f', on {interface}' if interface else ''}"
+    detail = f"{name} is {address}{f', on {interface}' if interface else ''}"
     if not interface:
-        return Finding("address of ranks", "warning", f"{said}, which no interface here has", to_do)
-    return Finding("address of ranks", "ok", said)
+        return Finding(
+            "address of ranks", "warning", f"{detail}, which no interface here has", to_do
+        )
+    return Finding("address of ranks", "ok", detail)
 
 
 def _listening(host: str) -> Finding:

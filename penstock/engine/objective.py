@@ -216,7 +216,7 @@ class Mixing:
 
     def __init__(self) -> None:
         self._losses: set[Any] = set()
-        self._said: set[Any] = set()
+        self._warned_of: set[Any] = set()
 
     def is_new(self, loss: object) -> bool:
         """Whether the loss of this identity was not checked yet."""
@@ -225,7 +225,7 @@ class Mixing:
     def forget(self, loss: object) -> None:
         """Let go of what is known of a loss: another one may have its identity next."""
         self._losses.discard(loss)
-        self._said.discard(loss)
+        self._warned_of.discard(loss)
 
     def of_loss(
         self,
@@ -248,8 +248,8 @@ class Mixing:
         given = repr(weight) if weight is None or isinstance(weight, str) else "a function"
         are_numbers = [value == value for value in map(float, values)]
         if not all(are_numbers):
-            if any(are_numbers) and loss not in self._said:
-                self._said.add(loss)
+            if any(are_numbers) and loss not in self._warned_of:
+                self._warned_of.add(loss)
                 warnings.warn(
                     f"the loss of {are_numbers.count(False)} of {len(values)} micro-batches is NaN "
                     "(not a number), that of the others is not. A mean over some rows only is, in "
@@ -278,8 +278,8 @@ class Mixing:
     def of_model(self, joins: Sequence[Join]) -> None:
         """Warn if results that a loss will get have other rows in them."""
         for join in joins:
-            if join.mixes and join.why not in self._said:
-                self._said.add(join.why)
+            if join.mixes and join.why not in self._warned_of:
+                self._warned_of.add(join.why)
                 warnings.warn(
                     f"the model returns {join.why}. The loss gets the result of a micro-batch, "
                     f"which depends on its own rows only: {_INSTEAD}",

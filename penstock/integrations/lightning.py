@@ -92,9 +92,9 @@ class _Ranks:
         """Whether all ranks say so, or any."""
         if not (self.several and dist.is_initialized()):
             return decision
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, bool(decision))
-        return all(said) if every else any(said)
+        decisions: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(decisions, bool(decision))
+        return all(decisions) if every else any(decisions)
 
 
 class PenstockStrategy(Strategy):

@@ -172,7 +172,7 @@ class _Stranger:
         self.until = time.monotonic() + _GREETING_TIMEOUT
         self._secret = secret
         self._nonce = secrets.token_bytes(_NONCE)
-        self._said = b""
+        self._greeting = b""
         sock.setblocking(False)
         sock.send(_MAGIC + self._nonce)  # so few bytes that a new socket has room for them
 
@@ -185,17 +185,17 @@ class _Stranger:
         Raises:
             OSError: it is gone, or does not know it.
         """
-        more = self.sock.recv(_ANSWER - len(self._said))
-        self._said += more
+        more = self.sock.recv(_ANSWER - len(self._greeting))
+        self._greeting += more
         if not more:
             raise ConnectionError("it closed the connection")
-        if len(self._said) < _ANSWER:
+        if len(self._greeting) < _ANSWER:
             return None
-        said, proof = self._said[:-_PROOF], self._said[-_PROOF:]
-        if not hmac.compare_digest(proof, _proof(self._secret, b"caller", self._nonce + said)):
+        greeting, proof = self._greeting[:-_PROOF], self._greeting[-_PROOF:]
+        if not hmac.compare_digest(proof, _proof(self._secret, b"caller", self._nonce + greeting)):
             raise PermissionError("it does not know the secret")
-        self.sock.send(_proof(self._secret, b"listener", self._nonce + said))
-        caller, number = _NUMBERS.unpack(said[_NONCE:])
+        self.sock.send(_proof(self._secret, b"listener", self._nonce + greeting))
+        caller, number = _NUMBERS.unpack(greeting[_NONCE:])
         return caller, number
 
 
@@ -347,13 +347,13 @@ def _introduce(sock: socket.socket, numbers: tuple[int, int], secret: str, timeo
     if not challenge.startswith(_MAGIC):
         raise ConnectionError("something else listens there")
     nonce = challenge[len(_MAGIC) :]
-    said = secrets.token_bytes(_NONCE) + _NUMBERS.pack(*numbers)
-    sock.sendall(said + _proof(secret, b"caller", nonce + said))
+    greeting = secrets.token_bytes(_NONCE) + _NUMBERS.pack(*numbers)
+    sock.sendall(greeting + _proof(secret, b"caller", nonce + greeting))
     try:
         proof = _received(sock, _PROOF, deadline)
     except ConnectionError as error:
         raise ConnectionError("it turned this process away: it has another secret") from error
-    if not hmac.compare_digest(proof, _proof(secret, b"listener", nonce + said)):
+    if not hmac.compare_digest(proof, _proof(secret, b"listener", nonce + greeting)):
         raise PermissionError("it does not know the secret")
 
 
@@ -369,9 +369,9 @@ def _received(sock: socket.socket, count: int, deadline: float) -> bytes:
     return found
 
 
-def _proof(secret: str, who: bytes, said: bytes) -> bytes:
+def _proof(secret: str, who: bytes, greeting: bytes) -> bytes:
     """Of knowing the secret; nobody can use what one side says as the other."""
-    return hmac.digest(secret.encode(), who + b"\0" + said, "sha256")
+    return hmac.digest(secret.encode(), who + b"\0" + greeting, "sha256")
 
 
 def route_to(hosts: Sequence[str]) -> tuple[str, str]:

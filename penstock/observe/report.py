@@ -388,7 +388,7 @@ def report_text(history: History, width: int | None = None) -> str:
     """
     found = Findings(history)
     description = history.about.description
-    said = [
+    sentences = [
         f"{description.model} (process {description.pid} on {description.host}): "
         f"{description.plan}",
         *found.plan_in_words,
@@ -400,7 +400,7 @@ def report_text(history: History, width: int | None = None) -> str:
         found.where_it_goes,
         *history.notes,
     ]
-    lines = [said[0], *(line for line in said[1:] if line)]
+    lines = [sentences[0], *(line for line in sentences[1:] if line)]
     if found.parts:
         lines += ["", f"Where every worker's time went. {found.left_out}"]
         lines += aligned(_parts_table(found), (0,), width)

@@ -114,14 +114,14 @@ def _names(worker: int, lanes: Sequence[_Lane], timeline: Timeline, with_stages:
 
 def legend(timeline: Timeline) -> str:
     """What the signs of `as_text` mean, for the kinds of actions that there are."""
-    said = {
+    words = {
         Kind.FORWARD: "0-9 forwards",
         Kind.BACKWARD: "a-z backwards",
         Kind.INPUT: "a-z input halves of backwards",
         Kind.WEIGHT: "A-Z weight halves",
     }
     kinds = _kinds(timeline)
-    return ", ".join([*(said[kind] for kind in kinds), f"{_IDLE_SIGN} idle"])
+    return ", ".join([*(words[kind] for kind in kinds), f"{_IDLE_SIGN} idle"])
 
 
 # -- what both show -----------------------------------------------------------------------

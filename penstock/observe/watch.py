@@ -175,9 +175,9 @@ class Watch:
         lines = stairs.lines(width) if stairs.is_worth_it(status.step_seconds) else []
         if not lines:
             return []
-        said = "the pass under way" if stairs.is_under_way else "the latest pass"
+        subject = "the pass under way" if stairs.is_under_way else "the latest pass"
         predicted = show_seconds(status.predicted_seconds)
-        caption = f"{said}, {show_seconds(stairs.seconds)}; predicted, between bars: {predicted}"
+        caption = f"{subject}, {show_seconds(stairs.seconds)}; predicted, between bars: {predicted}"
         style = "" if stairs.is_under_way else "dim"
         return [Text(), Text(caption, style="dim"), *(Text(line, style=style) for line in lines)]
 

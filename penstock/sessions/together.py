@@ -159,16 +159,16 @@ class Together:
             try:
                 while True:
                     try:
-                        said = next(work)
+                        decision = next(work)
                     except StopIteration as end:
                         result = end.value
                         break
-                    with self.broadcasting(Say(said)):
+                    with self.broadcasting(Say(decision)):
                         pass
                     seen = self._runner.workers.operations
                     try:
                         with self._paused():
-                            yield said
+                            yield decision
                     except GeneratorExit:
                         if self._runner.workers.operations != seen:  # nobody follows any more
                             self._fail(InputError(f"{what} was left after other calls"))
@@ -313,7 +313,7 @@ class Together:
             found: is given what this process hears of passes.
 
         Yields:
-            what the process that leads has said.
+            the decision of the process that leads.
 
         Returns:
             what it has returned.

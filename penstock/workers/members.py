@@ -93,7 +93,7 @@ class Membership:
     def difference_from(self, before: Membership) -> str:
         """What is different from an earlier one, in words: who has joined, and who has left."""
         now, then = (Counter(str(m.device) for m in own) for own in (self, before))
-        said = [
+        changes = [
             f"{', '.join(sorted(found.elements()))} {what}"
             for found, what in ((now - then, "joined"), (then - now, "left"))
             if found
@@ -101,5 +101,7 @@ class Membership:
         numbers = f"{len(self)} workers" if len(self) != 1 else "1 worker"
         instead = f" instead of {len(before)}" if len(self) != len(before) else ""
         return (
-            f"membership {self.number}, {numbers}{instead}{': ' if said else ''}{'; '.join(said)}"
+            f"membership {self.number}, {numbers}{instead}"
+            + (": " if changes else "")
+            + ("; ".join(changes))
         )

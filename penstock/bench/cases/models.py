@@ -225,7 +225,7 @@ class Experts(nn.Module):
 
 
 class ExpertsLayer(nn.Module):
-    """A layer of Mixtral that also gives what its router has said."""
+    """A layer of Mixtral that also gives the scores of its router."""
 
     def __init__(self, whole: Any, number: int) -> None:
         super().__init__()
@@ -235,17 +235,17 @@ class ExpertsLayer(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         from transformers.masking_utils import create_causal_mask
 
-        said: list[Tensor] = []
+        scores: list[Tensor] = []
         places = torch.arange(hidden.shape[1])[None]
         mask = create_causal_mask(
             self.config, hidden, attention_mask=None, past_key_values=None, position_ids=places
         )
         gate = self.layer.mlp.gate
-        handle = gate.register_forward_hook(lambda module, given, got: said.append(got[0]))
+        handle = gate.register_forward_hook(lambda module, given, got: scores.append(got[0]))
         turned = self.rotary(hidden, position_ids=places)
         hidden = self.layer(hidden, attention_mask=mask, position_embeddings=turned)
         handle.remove()
-        return hidden, said[0]
+        return hidden, scores[0]
 
 
 class ExpertsBegin(nn.Module):
@@ -256,8 +256,8 @@ class ExpertsBegin(nn.Module):
         self.table, self.layer = whole.model.embed_tokens, ExpertsLayer(whole, 0)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, said = self.layer(self.table(tokens))
-        return hidden, said
+        hidden, scores = self.layer(self.table(tokens))
+        return hidden, scores
 
 
 class ExpertsEnd(nn.Module):

@@ -289,8 +289,8 @@ class PeerProcesses:
             raise PeerError(f"{self.name}: '{command}' failed\n{texts}", ordered[0].reason)
         if missing:
             late = ", ".join(map(str, sorted(missing)))
-            said = f"no answer to '{command}' from rank {late} in {self._timeout:g} s"
-            raise PeerError(f"{self.name}: {said}", said)
+            message = f"no answer to '{command}' from rank {late} in {self._timeout:g} s"
+            raise PeerError(f"{self.name}: {message}", message)
         return [answers[rank] for rank in sorted(answers)]
 
 

@@ -80,8 +80,8 @@ def _wake(writes: int, *_: object) -> None:
 
 
 def _write_stacks(reads: int, dump: int) -> None:
-    while said := os.read(reads, 64):
-        if signal.SIGUSR1 in said:
+    while signals := os.read(reads, 64):
+        if signal.SIGUSR1 in signals:
             os.write(dump, _stacks().encode(errors="replace"))
 
 

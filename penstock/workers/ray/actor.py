@@ -293,8 +293,8 @@ class Actor:
             return "starting", Reading.nothing(), time.monotonic_ns()
         frame = sys._current_frames().get(self._thread)
         stack = traceback.format_stack(frame)[-_FRAMES:] if frame else []
-        said = [*rank.stacks().values(), "".join(stack).rstrip()]
-        return "\n".join(said), rank.reading(), time.monotonic_ns()
+        texts = [*rank.stacks().values(), "".join(stack).rstrip()]
+        return "\n".join(texts), rank.reading(), time.monotonic_ns()
 
 
 def operation_of(job: Job) -> str:

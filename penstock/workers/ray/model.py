@@ -112,9 +112,9 @@ class DriverModel:
             for number in numbers:
                 self._places[number] = place
                 self._versions[number] = _state(self.tensors[number])
-            said = dict.fromkeys([*new, *numbers])
+            named = dict.fromkeys([*new, *numbers])
             values = {n: self.tensors[n].detach() for n in numbers}
-            found.append(Delivery([self._described(n) for n in said], values))
+            found.append(Delivery([self._described(n) for n in named], values))
         return found
 
     def _described(self, number: int) -> Shared:

@@ -536,11 +536,11 @@ class ActorPool(Pool):
 
 def cause_of(error: Exception) -> str:
     """Why an actor died, out of what Ray says of it."""
-    said = " ".join(str(error).split())
-    if found := _EXIT.search(said):
+    text = " ".join(str(error).split())
+    if found := _EXIT.search(text):
         return f"{found[1]}, {found[2].rstrip('. ')}"
-    cause = _CAUSE.search(said)
-    return (cause[1] if cause else said).split(". ")[0].rstrip(".")
+    cause = _CAUSE.search(text)
+    return (cause[1] if cause else text).split(". ")[0].rstrip(".")
 
 
 def _never_given(own: ActorState) -> None:
