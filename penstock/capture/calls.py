@@ -537,6 +537,11 @@ class Trace:
             return self.inputs[value.leaf]
         return self.calls[value.call].outputs[value.leaf]
 
+    def largest(self, sizes: Sizes) -> int:
+        """The bytes of the largest tensor that a call gives, for inputs of these sizes."""
+        infos = (info for call in self.calls for info in call.outputs)
+        return max((i.num_bytes(sizes) for i in infos if isinstance(i, TensorInfo)), default=0)
+
     @property
     def leaves_no_trace(self) -> bool:
         """Whether a forward could run once too often: it makes its result, and changes nothing.

@@ -19,6 +19,7 @@ from penstock.capture.halves import run_pending
 from penstock.capture.history import any_nests
 from penstock.capture.meta import is_on_meta
 from penstock.capture.preserve import untouched, without_gradients
+from penstock.devices.allocator import HEAP, start_on_main_heap
 from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.kinds import kind_of
 from penstock.devices.streams import on
@@ -66,6 +67,8 @@ class Team:
         self.program = program
         self.threads = threads
         self._seconds = seconds
+        weights = max((p.nbytes for p in program.model.parameters()), default=0)
+        self._is_large = max(weights, program.train.largest(program.example_sizes)) >= HEAP
         count = 1 if is_on_meta(program.model) else count  # made-up weights are large
         self.members = [_member(program, device, inference) for _ in range(count)]
 
@@ -169,12 +172,10 @@ class Team:
             finally:
                 given.close()
 
-        workers = [
-            threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(self.members))
-        ]
-        for worker in workers:
-            worker.start()
+        workers: list[threading.Thread] = []
         try:
+            for index in range(len(self.members)):
+                workers.append(self._started(work, index))
             for worker in workers:
                 worker.join()
         except BaseException:  # Ctrl-C: the workers stop after the pass that they are in
@@ -182,6 +183,15 @@ class Team:
             raise
         if errors:
             raise errors[0]
+
+    def _started(self, work: Callable[[int], None], index: int) -> threading.Thread:
+        """The thread of a member, with the memory that those of workers have after a while."""
+        name = f"penstock-profile-{index}"
+        if self._is_large:
+            return start_on_main_heap(work, index, name=name)
+        thread = threading.Thread(target=work, args=(index,), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def nests(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the backward runs another one in it; not known with made-up weights."""

@@ -9,9 +9,11 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 
+from penstock.devices.allocator import Mapped, start_on_main_heap
 from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.streams import on
 from penstock.errors import IN_A_FORK
@@ -69,10 +71,11 @@ class ThreadPool(Pool):
         self._wake = abort
         self._doing = doing
         self._inboxes: list[SimpleQueue[_Order | None]] = [SimpleQueue() for _ in devices]
-        self._threads = [
+        self._threads: list[threading.Thread] = []
+        self._threads += [
             threading.Thread(
                 target=_serve,
-                args=(index, device, threads, inbox),
+                args=(_Worker(index, device, threads, inbox, self._threads),),
                 name=f"penstock-{index}",
                 daemon=True,  # an interpreter that ends does not wait for them
             )
@@ -86,8 +89,9 @@ class ThreadPool(Pool):
     def join(self, timeout: float) -> None:
         """Wait until the threads of closed workers have ended."""
         deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for index in range(len(self._threads)):
+            while (thread := self._threads[index]).is_alive() and time.monotonic() < deadline:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def disown(self) -> None:
         """In a fork, which has none of the threads: nobody would ever answer."""
@@ -140,16 +144,33 @@ def _dismiss(inboxes: Sequence[SimpleQueue[_Order | None]]) -> None:
         inbox.put(None)
 
 
-def _serve(
-    index: int,
-    device: torch.device,
-    threads: int,
-    inbox: SimpleQueue[_Order | None],
-) -> None:
-    """Do the jobs in the inbox until there is a `None`; runs as the thread of a worker."""
-    use_threads(threads)
-    with on(device):
-        while (order := inbox.get()) is not None:
+class _Worker(NamedTuple):
+    """What the thread of a worker has, and the one that takes its place.
+
+    Attributes:
+        number: of the worker.
+        device: that it computes on.
+        threads: intra-op threads, if that is a CPU.
+        inbox: its jobs.
+        all: the threads of all workers.
+    """
+
+    number: int
+    device: torch.device
+    threads: int
+    inbox: SimpleQueue[_Order | None]
+    all: list[threading.Thread]
+
+
+def _serve(worker: _Worker) -> None:
+    """Do the jobs in the inbox until there is a `None`; runs as the thread of a worker.
+
+    If its memory is mapped anew in every job, another thread goes on, see `start_on_main_heap`.
+    """
+    use_threads(worker.threads)
+    mapped = Mapped()
+    with on(worker.device):
+        while (order := worker.inbox.get()) is not None:
             job, current = order
             value, error = None, None
             try:
@@ -157,8 +178,20 @@ def _serve(
             except BaseException as raised:
                 error = raised
             del order, job  # what they hold goes before the result is reported
-            current.report(index, JobResult(value, error))
+            current.report(worker.number, JobResult(value, error))
             del current, value, error
+            if mapped.after_job() and _gives_way(worker):
+                return
+
+
+def _gives_way(worker: _Worker) -> bool:
+    """Have another thread, on the main heap, go on with the jobs; whether there is one."""
+    name = threading.current_thread().name
+    try:
+        worker.all[worker.number] = start_on_main_heap(_serve, worker, name=name)
+    except RuntimeError:  # there may be no more threads, or the interpreter ends
+        return False
+    return True
 
 
 def _never_given() -> None:
