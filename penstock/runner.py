@@ -884,7 +884,9 @@ class Runner:
             raise started.end
         if started.ticket is None:  # it is lost, so it was not sent
             raise StatesLost(GONE)
-        return started.ticket.finish()
+        outcome = started.ticket.finish()
+        started.ticket = None  # which holds the workers
+        return outcome
 
     def forget_with(self, holder: object, order: Order) -> None:
         """Let the stages go of a batch as soon as `holder` is gone."""

@@ -34,112 +34,143 @@ _SETTINGS = (
 HEAP = 64 << 20
 """Bytes of a heap that is not the main one."""
 
-_GROWING, _IN_A_ROW = 3, 2  # jobs
+_GROWING, _OFTEN = 3, 2  # jobs
 _LARGE = 64 << 10  # bytes: more than a thread keeps of what others have freed
+_PROBE = 4 << 20  # bytes
 _OF_ANOTHER_HEAP = 4  # a bit of the size before every block
 _TRIES = 16  # more heaps than there are, usually
 
-_keeps = threading.Event()  # set when this process keeps freed memory: its C library cannot say it
+_knows_heaps = threading.Event()  # set when glibc, which has them, keeps freed memory here
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep freed memory; whether its allocator has the setting (glibc's has)."""
-    if not sys.platform.startswith("linux") or not _is_glibcs():
+    """Make this process keep freed memory; whether its C library has the setting (glibc has)."""
+    if not sys.platform.startswith("linux"):
         return False
-    mallopt = ctypes.CDLL(None).mallopt
-    accepted = [mallopt(option, value) == 1 for option, value in _SETTINGS]
-    if all(accepted):
-        _keeps.set()
-    return _keeps.is_set()
-
-
-def _is_glibcs() -> bool:
-    """Whether the allocator is glibc's, and not that of a library which was loaded before it."""
     try:
-        used, own = (ctypes.CDLL(name).malloc for name in (None, "libc.so.6"))
-    except (OSError, AttributeError):  # musl's is in another library
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # musl has no mallopt
         return False
-    first, second = (ctypes.cast(function, ctypes.c_void_p).value for function in (used, own))
-    return first == second
+    accepted = [mallopt(option, value) == 1 for option, value in _SETTINGS]
+    if all(accepted) and not _knows_heaps.is_set() and _allocates():
+        _knows_heaps.set()
+    return all(accepted)
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's allocator says of itself, in bytes."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def _allocates() -> bool:
+    """Whether it is glibc that allocates, and not a library that was loaded before it."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except AttributeError:  # glibc before 2.33
+        return False
+    mallinfo.restype = _Mallinfo
+    library = _allocator()
+    before = mallinfo().uordblks
+    block = library.malloc(_PROBE)  # nobody writes to it, so that it takes no memory
+    more = mallinfo().uordblks - before
+    library.free(block)
+    return block is not None and more > _PROBE // 2  # other threads may free some
+
+
+def _allocator() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
+    return library
 
 
 class Mapped:
-    """Notices that the memory of the thread that makes it is mapped anew in one job after another.
+    """Notices that the memory of the thread that makes it is mapped anew in jobs.
 
-    Its first jobs do not count, in which its heap grows. If freed memory is not kept, nothing is
-    noticed.
+    Its first jobs do not count, in which its heap grows. Nothing is noticed if freed memory is not
+    kept, or if the kernel gives pages of 2 MiB, as it may be told to.
     """
 
     def __init__(self) -> None:
         self._pages = _pages()
-        self._jobs, self._in_a_row = 0, 0
+        self._jobs, self._large = 0, 0
 
     def after_job(self) -> bool:
-        """Whether it is so, once; to be called after each job."""
-        if not _keeps.is_set():
+        """Whether it is so; to be called after each job."""
+        if not _knows_heaps.is_set():
             return False
         before, self._pages = self._pages, _pages()
         self._jobs += 1
-        is_large = (self._pages - before) * mmap.PAGESIZE >= HEAP
-        self._in_a_row = self._in_a_row + 1 if is_large and self._jobs > _GROWING else 0
-        return self._in_a_row == _IN_A_ROW
+        if self._jobs > _GROWING:  # steps of optimizers come between passes, so not in a row
+            self._large += (self._pages - before) * mmap.PAGESIZE >= HEAP
+        return self._large >= _OFTEN
 
 
 def _pages() -> int:
     """How many were mapped as this thread used them for the first time."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt if _keeps.is_set() else 0
+    if not _knows_heaps.is_set():
+        return 0
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
-def start_on_main_heap(work: Callable[..., None], *arguments: Any, name: str) -> threading.Thread:
-    """Start a daemon thread that uses the main heap, if freed memory is kept.
+def start_on_main_heap(
+    work: Callable[..., None], *arguments: Any, name: str
+) -> threading.Thread | None:
+    """Start a daemon thread that uses the main heap.
 
     glibc makes heaps for new threads until there are as many as it may, and then gives them those
-    that there are, in turn. So it is to make no more, and threads are started, and wait, until one
-    has got the main heap. If none has, as glibc had made many threads' heaps before, the last one
-    does the work.
+    that there are, in turn. So it is told to make no more, which is for good, and threads are
+    started, and wait, until one has got the main heap.
 
     Args:
         work: what the thread does.
         arguments: of `work`.
         name: of the thread.
+
+    Returns:
+        the thread; `None` if none has got it: freed memory is not kept, or glibc goes on making
+        heaps, as it has counted before how many it may make.
     """
+    if not _knows_heaps.is_set():
+        return None
     over = threading.Event()
     answers: SimpleQueue[bool] = SimpleQueue()
 
-    def run(is_last: bool) -> None:
-        suits = is_last or is_on_main_heap()
-        answers.put(suits)
+    def run() -> None:
+        suits = False
+        try:
+            suits = is_on_main_heap()
+        finally:
+            answers.put(suits)
         if suits:
             work(*arguments)
         else:
             over.wait()
 
-    if _keeps.is_set():
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     try:
-        for left in reversed(range(_TRIES if _keeps.is_set() else 1)):
-            thread = threading.Thread(target=run, args=(left == 0,), name=name, daemon=True)
+        for _ in range(_TRIES):
+            thread = threading.Thread(target=run, name=name, daemon=True)
             thread.start()
             if answers.get():
-                break
+                return thread
     finally:
         over.set()
-    return thread
+    return None
 
 
 def is_on_main_heap() -> bool:
-    """Whether the C library gives the calling thread memory of the main heap; it has to be glibc's.
-
-    In its other heaps no block has more than 64 MiB.
-    """
-    library = ctypes.CDLL(None)
-    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    library.free.argtypes = [ctypes.c_void_p]
+    """Whether the calling thread is known to use the main heap; others have 64 MiB at a time."""
+    if not _knows_heaps.is_set():
+        return False
+    library = _allocator()
     block = library.malloc(_LARGE)
-    try:
-        size = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value
-    finally:
-        library.free(block)
+    if block is None:
+        return False
+    size = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value
+    library.free(block)
     return not size & _OF_ANOTHER_HEAP
 
 

@@ -67,8 +67,7 @@ class Team:
         self.program = program
         self.threads = threads
         self._seconds = seconds
-        weights = max((p.nbytes for p in program.model.parameters()), default=0)
-        self._is_large = max(weights, program.train.largest(program.example_sizes)) >= HEAP
+        self._inference = inference
         count = 1 if is_on_meta(program.model) else count  # made-up weights are large
         self.members = [_member(program, device, inference) for _ in range(count)]
 
@@ -82,7 +81,7 @@ class Team:
         """
         results: list[list[Timing]] = [[] for _ in self.members]
         pace = _Pace(results, self._seconds, 1 if brief else _MOST_PASSES, _is_steady)
-        self._together(results, lambda member: member.passes(leaves, sizes, brief), pace)
+        self._together(sizes, results, lambda member: member.passes(leaves, sizes, brief), pace)
         return [timing for result in results for timing in result]
 
     def halving(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> float:
@@ -102,7 +101,7 @@ class Team:
             return 0.0
         results: list[list[float]] = [[] for _ in self.members]
         pace = _Pace(results, seconds, _MOST_HALVINGS)
-        self._together(results, lambda member: member.halvings(leaves, sizes, seconds), pace)
+        self._together(sizes, results, lambda member: member.halvings(leaves, sizes, seconds), pace)
         return statistics.median(more for result in results for more in result)
 
     def contention(self, leaves: Sequence[Any], sizes: Sizes, seconds: float) -> list[float]:
@@ -123,13 +122,14 @@ class Team:
         first = self.members[0]
         results: list[list[float]] = [[] for _ in self.members]
         pace = _Pace(results, seconds, 2 * _MOST_CONTENTIONS, fewest=2)
-        self._together(results, lambda m: m.alternate(leaves, sizes, m is first), pace)
+        self._together(sizes, results, lambda m: m.alternate(leaves, sizes, m is first), pace)
         rounds = list(zip(*results, strict=True))
         turns = zip(rounds[::2], rounds[1::2], strict=False)
         return [statistics.median(together) / alone[0] for together, alone in turns]
 
     def _together(
         self,
+        sizes: Sizes,
         results: Sequence[list[T]],
         start: Callable[[Any], Generator[T]],
         pace: _Pace,
@@ -145,10 +145,19 @@ class Team:
             stack.enter_context(_left_alone(self.program.model))
             for member in self.members:
                 stack.enter_context(untouched(member.model))
-            self._run_together(results, start, pace)
+            self._run_together(self._is_large(sizes), results, start, pace)
+
+    def _is_large(self, sizes: Sizes) -> bool:
+        """Whether there are tensors that only the main heap keeps the memory of."""
+        if self.members[0].device.type != "cpu":
+            return False
+        trace = trace_of_forwards(self.program) if self._inference else self.program.train
+        weights = [] if self._inference else self.program.model.parameters()  # for gradients
+        return max([trace.largest(sizes), *(p.nbytes for p in weights)]) >= HEAP
 
     def _run_together(
         self,
+        is_large: bool,
         results: Sequence[list[T]],
         start: Callable[[Any], Generator[T]],
         pace: _Pace,
@@ -175,7 +184,7 @@ class Team:
         workers: list[threading.Thread] = []
         try:
             for index in range(len(self.members)):
-                workers.append(self._started(work, index))
+                workers.append(_started(work, index, is_large))
             for worker in workers:
                 worker.join()
         except BaseException:  # Ctrl-C: the workers stop after the pass that they are in
@@ -183,15 +192,6 @@ class Team:
             raise
         if errors:
             raise errors[0]
-
-    def _started(self, work: Callable[[int], None], index: int) -> threading.Thread:
-        """The thread of a member, with the memory that those of workers have after a while."""
-        name = f"penstock-profile-{index}"
-        if self._is_large:
-            return start_on_main_heap(work, index, name=name)
-        thread = threading.Thread(target=work, args=(index,), name=name, daemon=True)
-        thread.start()
-        return thread
 
     def nests(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the backward runs another one in it; not known with made-up weights."""
@@ -203,6 +203,16 @@ class Team:
         """The bytes that every call is the first to hold for its backward."""
         with _left_alone(self.program.model):
             return self.members[0].saved_bytes(leaves, sizes)
+
+
+def _started(work: Callable[[int], None], index: int, is_large: bool) -> threading.Thread:
+    """The thread of a member, with the memory that those of workers have after a while."""
+    name = f"penstock-profile-{index}"
+    thread = start_on_main_heap(work, index, name=name) if is_large else None
+    if thread is None:
+        thread = threading.Thread(target=work, args=(index,), name=name, daemon=True)
+        thread.start()
+    return thread
 
 
 @contextmanager

@@ -100,8 +100,5 @@ class Membership:
         ]
         numbers = f"{len(self)} workers" if len(self) != 1 else "1 worker"
         instead = f" instead of {len(before)}" if len(self) != len(before) else ""
-        return (
-            f"membership {self.number}, {numbers}{instead}"
-            + (": " if changes else "")
-            + ("; ".join(changes))
-        )
+        changed = f": {'; '.join(changes)}" if changes else ""
+        return f"membership {self.number}, {numbers}{instead}{changed}"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.devices.allocator import Mapped, start_on_main_heap
+from penstock.devices.allocator import Mapped, is_on_main_heap, start_on_main_heap
 from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.streams import on
 from penstock.errors import IN_A_FORK
@@ -162,13 +162,16 @@ class _Worker(NamedTuple):
     all: list[threading.Thread]
 
 
-def _serve(worker: _Worker) -> None:
+def _serve(worker: _Worker, may_give_way: bool = True) -> None:
     """Do the jobs in the inbox until there is a `None`; runs as the thread of a worker.
 
-    If its memory is mapped anew in every job, another thread goes on, see `start_on_main_heap`.
+    Args:
+        worker: whose thread it is.
+        may_give_way: whether another thread goes on if the memory of this one is mapped anew in
+            every job, see `start_on_main_heap`; that happens once.
     """
     use_threads(worker.threads)
-    mapped = Mapped()
+    mapped = Mapped() if may_give_way and worker.device.type == "cpu" else None
     with on(worker.device):
         while (order := worker.inbox.get()) is not None:
             job, current = order
@@ -180,17 +183,24 @@ def _serve(worker: _Worker) -> None:
             del order, job  # what they hold goes before the result is reported
             current.report(worker.number, JobResult(value, error))
             del current, value, error
-            if mapped.after_job() and _gives_way(worker):
-                return
+            if mapped is not None and mapped.after_job():
+                mapped = None
+                if _gives_way(worker):
+                    return
 
 
 def _gives_way(worker: _Worker) -> bool:
     """Have another thread, on the main heap, go on with the jobs; whether there is one."""
     name = threading.current_thread().name
     try:
-        worker.all[worker.number] = start_on_main_heap(_serve, worker, name=name)
-    except RuntimeError:  # there may be no more threads, or the interpreter ends
+        if is_on_main_heap():
+            return False
+        thread = start_on_main_heap(_serve, worker, False, name=name)
+    except (RuntimeError, MemoryError):  # there may be no more threads, or the interpreter ends
         return False
+    if thread is None:
+        return False
+    worker.all[worker.number] = thread
     return True
 
 

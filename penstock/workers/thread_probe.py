@@ -12,6 +12,7 @@ from penstock.links.local import LocalLink
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
 from penstock.workers.thread_pool import ThreadPool
 
+_GRACE = 10.0  # seconds that its threads have to end
 _TIMEOUT = 60.0  # seconds for a link; it takes milliseconds, unless the machine is very busy
 
 
@@ -62,4 +63,4 @@ def _run(
         return pool.run(jobs, _TIMEOUT)
     finally:
         pool.close()
-        pool.join(_TIMEOUT)
+        pool.join(_GRACE)

@@ -28,7 +28,8 @@ from penstock.workers.tensors import Shared, described, hooks_of_tensors
 
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
 _ALONE = storage_uses(torch.empty(1))
-_NEVER_CHANGES = torch.empty(0)
+with torch.inference_mode(False):
+    _NEVER_CHANGES = torch.empty(0, device="cpu")
 
 Grant = Callable[[int, int], int]
 """Sends the workers at a place a file descriptor; returns the number under which they have it."""

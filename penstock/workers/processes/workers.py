@@ -77,7 +77,7 @@ class _Ticket:
     Attributes:
         workers: who run it.
         order: the pass.
-        dispatch: their parts of it; set last, so that no Ctrl-C comes after it.
+        dispatch: their parts of it.
     """
 
     workers: ProcessWorkers
