@@ -31,8 +31,7 @@ def main() -> int:
             here.append(processes.run(model, seed, expected, STEPS, processes.EVENTS))
             print(here[-1].line(), flush=True)
         for seed in range(options.runs if find_spec("ray") else 0):
-            count = STEPS, processes.EVENTS // 2
-            actors.append(processes.run(model, seed, expected, *count, "ray"))
+            actors.append(processes.run(model, seed, expected, STEPS, processes.EVENTS, "ray"))
             print(actors[-1].line(), flush=True)
         with tempfile.TemporaryDirectory() as folder:
             ranks.append(torchrun.run(model, 0, Path(folder), STEPS, torchrun.EVENTS))
@@ -46,9 +45,8 @@ def main() -> int:
                 f"`make elastic`: {STEPS} steps with {processes.EVENTS} events each, compared bit "
                 f"by bit with one device. {processor()}, {cores()} cores, torch {found['torch']}, "
                 f"commit {found['commit']}, {found['date']}.\n",
-                f"{len(here)} runs of worker processes, {len(actors)} of actors of a Ray cluster "
-                f"with half as many events, and {len(ranks)} of torchrun; wrong: "
-                f"{len(wrong)}.\n",
+                f"{len(here)} runs of worker processes, {len(actors)} of actors of a Ray cluster, "
+                f"and {len(ranks)} of torchrun; wrong: {len(wrong)}.\n",
                 "## Worker processes\n",
                 processes.table(here),
                 "## Actors\n",

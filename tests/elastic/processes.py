@@ -8,6 +8,9 @@ events come at random moments of random steps: a worker is killed, or two of the
 SIGTERM; one is stopped; one more joins; one leaves. In every other run those that are left go on,
 in the others they are replaced. Two actors of a Ray cluster are not killed at once: one may be the
 buddy of the other.
+
+A step with an event does something else as well, which may be what the event hits: it evaluates,
+runs batches ahead, clips, saves, or reads weights or the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -37,6 +41,9 @@ EVENTS = 20
 _GONE = 30.0  # seconds until Ray has ended the actors of a pipeline that is closed
 MOST = 3  # workers
 
+_ACTIONS = ("eval_step", "map", "clip_grad_norm_", "save", "state_dict", "optimizer.state_dict")
+_UNREACHED = 1e9  # a norm that no gradient has, so clipping multiplies by 1
+
 _KINDS = ("SIGKILL", "SIGKILL", "SIGKILL", "two SIGKILL", "SIGTERM", "SIGSTOP", "joins", "leaves")
 
 
@@ -50,7 +57,7 @@ class Event:
         workers: that there were before.
         now: those that there were after it.
         seconds: that the steps from then to the next event took longer than the median step, those
-            that took more than twice as long.
+            that took more than twice as long. What is done besides is part of its step.
     """
 
     what: str
@@ -163,23 +170,30 @@ class _Happening:
         outcome, task, steps = self._outcome, self._task, self._outcome.steps
         due = sorted(self._rng.sample(range(2, steps), events))
         model = task.model()
-        with ps.Pipeline(
-            model,
-            (task.batch(0)[0],),
-            devices=["cpu"] * self._rng.choice([2, MOST]),
-            num_microbatches=MICROBATCHES,
-            workers=ps.Ray(cpus=1) if outcome.workers == "ray" else "processes",
-            replicas=outcome.replicas,
-            on_failure=outcome.on_failure,
-        ) as pipe:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ps.Pipeline(
+                model,
+                (task.batch(0)[0],),
+                devices=["cpu"] * self._rng.choice([2, MOST]),
+                num_microbatches=MICROBATCHES,
+                workers=ps.Ray(cpus=1) if outcome.workers == "ray" else "processes",
+                replicas=outcome.replicas,
+                on_failure=outcome.on_failure,
+            ) as pipe,
+        ):
             optimizer = pipe.optimizer(torch.optim.Adam, lr=RATE)
             for step in range(steps):
                 began = time.monotonic()
                 event = self._event(pipe, step) if step in due else None
+                action = self._rng.choice(_ACTIONS) if event else ""
                 x, target = task.batch(step)
                 optimizer.zero_grad()
                 pipe.train_step(x, target=target, loss_fn=task.loss)
+                if action == "clip_grad_norm_":
+                    pipe.clip_grad_norm_(_UNREACHED)
                 optimizer.step()
+                self._act(action, pipe, optimizer, step, Path(folder))
                 self._pids.update(member.pid for member in pipe.members)
                 self._times.append(time.monotonic() - began)
                 if event is not None:
@@ -195,6 +209,34 @@ class _Happening:
             time.sleep(0.1)
         outcome.problems += [f"these processes are left: {left}"] if left else []
         return found
+
+    def _act(
+        self,
+        action: str,
+        pipe: ps.Pipeline,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        folder: Path,
+    ) -> None:
+        """Do something after a step that changes no weight."""
+        batches = [self._task.batch(step + ahead) for ahead in range(3)]
+        if action in ("eval_step", "map"):
+            pipe.eval()
+            with torch.no_grad():
+                if action == "map":
+                    list(pipe.map(x for x, _ in batches))
+                else:
+                    pipe.eval_step(batches[0][0], target=batches[0][1], loss_fn=self._task.loss)
+            pipe.train()
+        elif action == "save":
+            try:
+                pipe.save(folder / "run", optimizer=optimizer)
+            except ps.CheckpointError:  # a worker has died that was writing
+                pipe.save(folder / "run", optimizer=optimizer)
+        elif action == "state_dict":
+            pipe.state_dict()
+        elif action == "optimizer.state_dict":
+            optimizer.state_dict()
 
     def _left(self) -> list[int]:
         """The workers' processes that have not ended."""
@@ -217,7 +259,7 @@ class _Happening:
         victims = rng.sample(members, 2 if what.startswith("two") else 1)
         self._gone.update(member.pid for member in victims)
         number = signal.Signals[what.split()[-1]]
-        moment = rng.uniform(0.0, 1.2) * statistics.median(self._times[-20:] or [0.01])
+        moment = rng.uniform(0.0, 2.0) * statistics.median(self._times[-20:] or [0.01])
         timer = threading.Timer(moment, self._send, ([m.pid for m in victims], number))
         timer.start()
         return event
