@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import AbstractContextManager, contextmanager
 from time import monotonic_ns
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -69,6 +70,23 @@ class _Ran(NamedTuple):
     logs: Mapping[int, Log]
 
 
+class _Used(NamedTuple):
+    """When an optimizer has used the gradients of its parameters last.
+
+    Attributes:
+        trained: how many passes had left gradients by then.
+        counts: of the parameters of each of its groups; more may have been added since.
+    """
+
+    trained: int
+    counts: Sequence[int]
+
+    def of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The parameters whose gradients it has used."""
+        groups = zip(optimizer.param_groups, self.counts, strict=False)
+        return [p for group, count in groups for p in group["params"][:count]]
+
+
 class Steps:
     """The passes of a pipeline, as its board counts them.
 
@@ -104,7 +122,7 @@ class Steps:
         self._tries = 0  # how many more steps are recorded until there is one without an audit
         self._trained = 0  # passes that have left gradients
         self._before_optimizer = 0  # what that was then
-        self._used: dict[int, int] = {}  # by ids of parameters, at how many an optimizer used these
+        self._used: WeakKeyDictionary[Optimizer, _Used] = WeakKeyDictionary()
 
     def use(self, board: Board, plan: Plan, num_workers: int) -> None:
         """Count on this board from now on, and go on where the one before has ended.
@@ -276,7 +294,7 @@ class Steps:
         """
         rows, as_planned = sum(m.sizes[ROWS] for m in order.microbatches), self._is_planned(order)
         self._board.count(duration, rows, order.tokens, as_planned)
-        step = self._board.counted().steps
+        step = self._board.steps
         driver = (*self._script.until(now), *(ran.interval for ran in self._ran))
         since = self._ended or min(interval.begin for interval in driver)
         self.kept.step(step, (now - since) / 1e9, duration / 1e9, rows)
@@ -320,8 +338,9 @@ class Steps:
 
     def note_used(self, optimizer: Optimizer) -> None:
         """An optimizer has used the gradients of its parameters."""
-        parameters = parameters_of(optimizer)
-        self._used.update((id(p), self._trained) for p in parameters)
+        self._used[optimizer] = _Used(
+            self._trained, [len(group["params"]) for group in optimizer.param_groups]
+        )
 
     def is_accumulating(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
         """Whether there are gradients that an optimizer has still to use.
@@ -333,13 +352,15 @@ class Steps:
             model: whose gradients.
             optimizers: that may use them, besides those that have already used some.
         """
-        listed = {id(p) for own in optimizers for p in parameters_of(own)}
-        has_optimizer = self._used.keys() | listed
+        known = {*optimizers, *self._used}
+        has_optimizer = {id(p) for optimizer in known for p in parameters_of(optimizer)}
+        latest = [(own, used) for own, used in self._used.items() if used.trained == self._trained]
+        used_now = {id(p) for optimizer, used in latest for p in used.of(optimizer)}
         for parameter in model.parameters():
-            if parameter.grad is None or self._used.get(id(parameter)) == self._trained:
+            if parameter.grad is None or id(parameter) in used_now:
                 continue
-            is_used = not has_optimizer or id(parameter) in has_optimizer
-            if is_used and bool(parameter.grad.any()):
+            may_be_used = not has_optimizer or id(parameter) in has_optimizer
+            if may_be_used and bool(parameter.grad.any()):
                 return True
         return False
 
@@ -373,7 +394,7 @@ class Steps:
         """Keep what the hooks are called with."""
         since = now - self._ended if self._ended else duration
         record = {
-            "step": self._board.counted().steps,
+            "step": self._board.steps,
             "step_seconds": duration / 1e9,
             "predicted_seconds": self._plan.predicted_step_seconds,
             "samples": rows,
@@ -480,7 +501,7 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
         if not found.has_trained or has_closure or isinstance(optimizer, PipelineOptimizer):
             return
         if _steps_parameters_of(own, optimizer):
-            warn_of_no_gradients([{"params": list(own.parameters())}])
+            warn_of_no_gradients([{"params": own.parameters()}])
 
     @_kept_here
     def ends(optimizer: Optimizer, *_: Any) -> None:
@@ -506,5 +527,8 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
 
 def _steps_parameters_of(model: nn.Module, optimizer: Optimizer) -> bool:
     """Whether the optimizer steps a parameter of the model."""
-    stepped = {id(parameter) for parameter in parameters_of(optimizer)}
-    return any(id(p) in stepped for p in model.parameters())  # the first one says it, usually
+    first, stepped = next(model.parameters(), None), parameters_of(optimizer)
+    if any(p is first for p in stepped):  # usually the first is the first
+        return True
+    others = {id(parameter) for parameter in stepped}
+    return any(id(p) in others for p in model.parameters())

@@ -281,6 +281,11 @@ class Board:
 
     # -- readers ------------------------------------------------------------------------------
 
+    @property
+    def steps(self) -> int:
+        """The steps counted so far."""
+        return self._cells[_STEPS]
+
     def reading(self, worker: int) -> Reading:
         """What a worker is doing now, and its sums of work and waiting in nanoseconds up to now."""
         start = _PIPELINE + worker * _CELLS

@@ -157,8 +157,10 @@ def move_state(groups: Groups, state: State) -> None:
 
 def warn_of_no_gradients(groups: Groups) -> None:
     """Say so if a step would do nothing, because somebody has cleared what `train_step` left."""
-    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
-    if parameters and all(p.grad is None for p in parameters):
+    trained = (p for group in groups for p in group["params"] if p.requires_grad)
+    if (first := next(trained, None)) is None or first.grad is not None:
+        return
+    if all(p.grad is None for p in trained):
         warnings.warn(
             "optimizer.step() finds no gradient and changes nothing: no train_step or backward "
             "came before it, or the gradients were cleared. (train_step includes the backward; a "
