@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from penstock.engine.orders import Order, Outcome
 from penstock.errors import BY_USER, TORN, ClosedError, WorkerDied, WorkerTimeout, closed
 from penstock.links.local import Aborted
 from penstock.workers.heartbeat import STOPPED
@@ -55,6 +57,25 @@ class Dispatch:
         """What was raised, with the workers that were merely asked to stop last."""
         errors = [r.error for r in list(self.results.values()) if r.error is not None]
         return sorted(errors, key=lambda error: isinstance(error, Aborted))
+
+
+@dataclass(eq=False)
+class PassTicket:
+    """A pass that the workers of a pool were given, see `Ticket` in `penstock.workers.backend`.
+
+    Attributes:
+        end: waits for it, and undoes it if it fails.
+        order: the pass.
+        dispatch: the workers' parts of it; set last, so that no Ctrl-C comes after it.
+    """
+
+    end: Callable[[Order, Dispatch], Outcome]
+    order: Order
+    dispatch: Dispatch = field(init=False)
+
+    def finish(self) -> Outcome:
+        """Wait for it, see `Ticket`."""
+        return self.end(self.order, self.dispatch)
 
 
 class Pool(ABC):

@@ -7,7 +7,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -47,7 +47,7 @@ from penstock.workers.optimizer_parts import (
     settings_of,
 )
 from penstock.workers.ownership import Ownership
-from penstock.workers.pool import Dispatch, Job
+from penstock.workers.pool import Dispatch, Job, PassTicket
 from penstock.workers.processes.jobs import (
     AddWay,
     Build,
@@ -68,25 +68,6 @@ from penstock.workers.saving import SaveOrder
 from penstock.workers.ways import NewWay, modules_of
 
 _BUILD_TIMEOUT = 120.0  # seconds, most of which the import of torch takes
-
-
-@dataclass(eq=False)
-class _Ticket:
-    """A pass that was started.
-
-    Attributes:
-        workers: who run it.
-        order: the pass.
-        dispatch: their parts of it.
-    """
-
-    workers: ProcessWorkers
-    order: Order
-    dispatch: Dispatch = field(init=False)
-
-    def finish(self) -> Outcome:
-        """Wait for it, see `Ticket`."""
-        return self.workers.finish(self.order, self.dispatch)
 
 
 class ProcessWorkers(DrivenWorkers):
@@ -263,7 +244,7 @@ class ProcessWorkers(DrivenWorkers):
 
     # -- passes ---------------------------------------------------------------------------
 
-    def start(self, order: Order) -> _Ticket:
+    def start(self, order: Order) -> PassTicket:
         """Send all workers a pass."""
         self._pool.check_open()
         self._losses.note(order.loss)
@@ -292,7 +273,7 @@ class ProcessWorkers(DrivenWorkers):
                     for member in self.members
                 ]
             self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
-            ticket = _Ticket(self, order)
+            ticket = PassTicket(self.finish, order)
             with self._starting():
                 ticket.dispatch = self._pool.start(jobs, self._timeout)
             for _ in forgotten:

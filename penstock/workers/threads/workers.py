@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -40,29 +40,10 @@ from penstock.workers.gate import BusyError, Gate, busy
 from penstock.workers.members import Member, members_here
 from penstock.workers.optimizer_parts import Groups, LocalParts, Parts
 from penstock.workers.ownership import Ownership
-from penstock.workers.pool import Dispatch
+from penstock.workers.pool import Dispatch, PassTicket
 from penstock.workers.saving import TIMEOUT, SaveOrder
 from penstock.workers.thread_pool import ThreadPool
 from penstock.workers.ways import NewWay
-
-
-@dataclass(eq=False)
-class _Ticket:
-    """A pass that was started.
-
-    Attributes:
-        workers: who run it.
-        order: the pass.
-        dispatch: their parts of it; set last, so that no Ctrl-C comes after it.
-    """
-
-    workers: ThreadWorkers
-    order: Order
-    dispatch: Dispatch = field(init=False)
-
-    def finish(self) -> Outcome:
-        """Wait for it, see `Ticket`."""
-        return self.workers.finish(self.order, self.dispatch)
 
 
 class ThreadWorkers(Workers):
@@ -170,7 +151,7 @@ class ThreadWorkers(Workers):
             stages[index] = replace(stages[index], spans=spans)
         return replace(way, stages=stages)
 
-    def start(self, order: Order) -> _Ticket:
+    def start(self, order: Order) -> PassTicket:
         """Give every thread its part of a pass."""
         order = order.changed(before=self._ran)
         handover = Handover(self._with_streams)
@@ -190,7 +171,7 @@ class ThreadWorkers(Workers):
             count = len(order.microbatches)
             self._handovers[order.number] = handover
             self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
-            ticket = _Ticket(self, order)
+            ticket = PassTicket(self.finish, order)
             ticket.dispatch = self._pool.start(jobs)
             return ticket
         except BaseException:
