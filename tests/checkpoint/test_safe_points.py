@@ -151,7 +151,10 @@ def test_a_run_that_is_stopped_goes_on(script: Callable[[Run], None], tmp_path: 
     assert all(map(torch.equal, weights_of(script, tmp_path), whole))
 
 
-def test_gradients_of_parameters_that_were_added_since_are_still_to_be_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("uses", [False, True])
+def test_gradients_of_parameters_that_were_added_are_still_to_be_used(
+    uses: bool, tmp_path: Path
+) -> None:
     run = Run(None, 0)
     with run.pipe as pipe:
         optimizer = torch.optim.SGD(run.model[0].parameters(), lr=0.1)
@@ -159,12 +162,10 @@ def test_gradients_of_parameters_that_were_added_since_are_still_to_be_used(tmp_
         run.step(X[:4], Y[:4])
         optimizer.step()
         optimizer.add_param_group({"params": list(run.model[3].parameters())})
+        if uses:
+            optimizer.step()
         run.step(X[:4], Y[:4])
-        with pytest.raises(ps.CheckpointError):
-            ps.load(tmp_path)
-        optimizer.step()
-        run.step(X[:4], Y[:4])
-        assert ps.load(tmp_path).batches == 2
+    assert any(tmp_path.iterdir()) == uses  # what closes a pipeline waits for its saves
 
 
 def test_workers_of_a_loader_that_stay(tmp_path: Path) -> None:
