@@ -33,7 +33,7 @@ from penstock.devices.choice import (
 )
 from penstock.display.terminal import Progress
 from penstock.engine.orders import Order, Outcome
-from penstock.errors import InputError, PlanError
+from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.clipping import Clipping, clip_values
@@ -164,17 +164,13 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    @abstractmethod
     def check_replicas(self, replicas: int) -> None:
         """Raise unless these workers can be so many replicas.
 
         Raises:
             InputError: they cannot.
         """
-        if replicas > 1:
-            raise InputError(
-                f"replicas={replicas}: threads and processes can be replicas on CPUs only so far; "
-                "start the script with torchrun, or use replicas=1"
-            )
 
     def welcome(self, survivors: Survivors) -> None:
         """Have workers that others have left among these, before they start."""

@@ -61,10 +61,10 @@ def _page(
         f"--output docs/interleavings.md`, torch {made['torch']}, commit {made['commit']}, "
         f"{made['date']}. [GPUs](gpus.md) says what is simulated.",
         "",
-        "Each runs three training steps with an optimizer, an evaluation, and a change of the "
-        "weights by hand, in worker threads on up to four devices; some of them map batches, "
-        "save and restore, and record timelines as well. A seed decides which thread "
-        "goes on, and which stream. All losses, results, gradients, weights and buffers are "
+        "Each case runs three training steps with an optimizer, an evaluation, and a change of the "
+        "weights by hand, in worker threads on up to four devices; some cases also map batches, "
+        "save and restore, and record timelines. A seed decides which thread, and which stream, "
+        "goes on next: this is an *order*. All losses, results, gradients, weights and buffers are "
         "compared with plain PyTorch on one CPU, bit by bit, and PyTorch's race detector for CUDA "
         "sees all kernels and events.",
         "",

@@ -44,8 +44,8 @@ SECTIONS = {
     "stages": """## On stages
 
 Each is cut into two stages and run for five steps in threads: training, calls, evaluation, with
-gradients and without, with several schedules and kinds of recomputation. There is no audit, so
-that it is not what saves them.
+gradients and without, with several schedules and kinds of recomputation. The audit is off, so that
+it does not catch what guards miss.
 """,
     "replicas": """## On any number of replicas
 
