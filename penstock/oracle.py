@@ -79,7 +79,7 @@ class Oracle:
         self.model = model
         self._around = around or Around()
         self._whole: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(args), dict(kwargs))
-        self._seen: dict[bool, Any] = {}
+        self._seen: tuple[tuple[int, ...], Any] | None = None  # by mode and versions of weights
         self._batch_dim = batch_dim
         self.rows = self._divided(num_microbatches)
         self.microbatches = self._split(self.rows)
@@ -185,8 +185,10 @@ class Oracle:
                 (own, _part(all_.grad, dim, starts[k], self.rows[k]))
                 for own, all_, dim in zip(tensors(output), whole, dims, strict=True)
                 if own.requires_grad and all_.grad is not None
+                if dim is not None or k == 0  # which `merged` has taken
             ]
-            torch.autograd.backward([own for own, _ in pairs], [g for _, g in pairs])
+            if pairs:
+                torch.autograd.backward([own for own, _ in pairs], [g for _, g in pairs])
         return result, loss.detach()
 
     def unsplit(self) -> Any:
@@ -194,18 +196,19 @@ class Oracle:
 
         A copy is called, and random generators are put back, so nothing is left of it.
         """
-        training = self.model.training
-        if training not in self._seen:
+        weights = self.model.parameters()
+        now = self.model.training, *(-1 if w.is_inference() else w._version for w in weights)
+        if self._seen is None or self._seen[0] != now:
             args, kwargs = self._whole
             devices = sorted({p.device.index for p in self.model.parameters() if p.is_cuda})
             in_python = np.random.get_state(), random.getstate()
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices):
-                    self._seen[training] = without_history(self.model)(*args, **kwargs)
+                    self._seen = now, without_history(self.model)(*args, **kwargs)
             finally:
                 np.random.set_state(in_python[0])
                 random.setstate(in_python[1])
-        return self._seen[training]
+        return self._seen[1]
 
     def merged(self, outputs: Sequence[Any]) -> Any:
         """The results of all micro-batches in the structure of what the unsplit model gives.

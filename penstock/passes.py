@@ -283,7 +283,7 @@ class Passes:
                 f"whole_batch holds the activations of all {plan.num_microbatches} micro-batches "
                 f"at once, which takes {show_bytes(held)} on one worker, and memory_limit is "
                 f'{show_bytes(plan.memory_limit)}: build the pipeline with schedule="gpipe", '
-                "whose plan counts them, and recompute=True if they do not fit"
+                'whose plan counts them, and recompute="all" if they do not fit'
             )
 
     def _loss(self, objective: Objective, batch: Batch) -> Loss | None:

@@ -47,8 +47,8 @@ def whole_batch(loss_fn: Callable[..., torch.Tensor]) -> WholeBatch:
     bitwise those of one device that does the same.
 
     The activations of all micro-batches are held at once. Build the pipeline with
-    `schedule="gpipe"`, so that the plan counts this memory, and with `recompute=True` if it is too
-    much.
+    `schedule="gpipe"`, so that the plan counts this memory, and with `recompute="all"` if it is
+    too much.
 
     The function is called in the thread or rank that calls `train_step`; what it raises is raised
     there as it is, with `.grad` untouched. As in PyTorch, buffers such as running statistics then

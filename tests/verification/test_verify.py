@@ -214,6 +214,27 @@ def no_number(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target) * float("nan")
 
 
+class Penalised(nn.Module):
+    """Gives the penalty of its weights as well, which has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(x), self.layers[0].weight.pow(2).sum()
+
+
+def test_a_result_without_rows_that_changes_with_the_weights() -> None:
+    def loss(result: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(result[0], target) + 0.01 * result[1]
+
+    torch.manual_seed(0)
+    x, target = torch.randn(8, 4), torch.arange(8) % 3
+    found = ps.verify(Penalised(), (x,), target=target, loss_fn=ps.whole_batch(loss))
+    assert found.ok, str(found)
+
+
 def test_nans_in_the_same_places_are_equal_and_are_said() -> None:
     report = verify(layered(nn.Tanh()), loss_fn=no_number)
     assert report.ok, str(report)
