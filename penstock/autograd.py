@@ -83,14 +83,14 @@ def check_context(given: object, parameters: Iterable[torch.Tensor]) -> None:
 
 _INSTEAD = "add up the losses, and call backward() on the sum, or call the pipeline again"
 _OVER = f"whose activations are gone: call it with retain_graph=True before; or {_INSTEAD}"
-_NOWHERE = -1  # no micro-batch: of what has no gradient here
+_NOWHERE = -1  # in place of a micro-batch's number, for inputs that get no gradient here
 
 
 class WrittenInputs:
     """Lets autograd see that the script has written to inputs of a pass.
 
-    Micro-batches have version counters of their own, as the model may write to one of them while
-    others are in flight. So what the script writes does not count there by itself.
+    The micro-batches' slices have version counters of their own, as the model may write to one of
+    them while others are in flight. So autograd would not notice there what the script writes.
 
     Args:
         given: containers with the tensors that the script has given.
@@ -160,15 +160,15 @@ class Passage:
     def backward(self, wanted: Sequence[nn.Parameter] | None) -> dict[int, Gradients]:
         """Run the backward; returns the gradients of the inputs of every micro-batch.
 
-        If autograd keeps its graph for another one, the forward is run again for that.
+        If autograd keeps its graph for another backward, the forward is run again for that one.
 
         Args:
             wanted: the parameters whose gradients are computed; `None` for all.
 
         Raises:
-            PenstockError: it ran before, and autograd did not keep its graph, or the forward cannot
-                be run again.
-            InputError: it ran before, and parameters or inputs have changed since.
+            PenstockError: a backward ran before, and autograd did not keep its graph, or the
+                forward cannot be run again.
+            InputError: a backward ran before, and parameters or inputs have changed since.
         """
         if self._order is None:
             raise PenstockError(
@@ -315,9 +315,10 @@ def _wanted(anchor: Node, nodes: Sequence[Node], parameters: Sequence[nn.Paramet
     """What autograd asks for, in the midst of a backward.
 
     Args:
-        anchor: the node of a leaf that nobody can ask for: it runs where everything does.
-        nodes: those of the parameters.
-        parameters: as many.
+        anchor: the node of a leaf that the script cannot name, so it runs only in a backward of
+            everything.
+        nodes: the nodes of the parameters.
+        parameters: the parameters, in the order of `nodes`.
 
     Raises:
         InputError: `autograd.grad` asks for a parameter with hooks.
@@ -345,9 +346,9 @@ def _wanted(anchor: Node, nodes: Sequence[Node], parameters: Sequence[nn.Paramet
 
 @contextmanager
 def _beside(parameters: Sequence[nn.Parameter]) -> Iterator[dict[int, torch.Tensor]]:
-    """Let the gradients of parameters add up beside what they have in `.grad`.
+    """While open, the parameters' `.grad` is set aside, so that new gradients add up apart from it.
 
-    Gives a dictionary that has them in the end, by the parameters' ids.
+    Gives a dictionary that has the new gradients at the end, by the ids of the parameters.
     """
     before = [parameter.grad for parameter in parameters]
     found: dict[int, torch.Tensor] = {}

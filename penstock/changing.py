@@ -1,8 +1,8 @@
-"""Changing the workers of a pipeline between two steps: what is asked for, checked and planned.
+"""Changing the workers of a pipeline between two steps: options, checks and plans.
 
 `Pipeline.replan` and `Pipeline.resize` are one mechanism. Both keep the number of micro-batches and
 the intra-op threads, on which bits depend, and differ in the devices and in how a plan is found.
-The old workers are there until the new plan is.
+The old workers are kept until the new plan has been made.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Planning = Callable[[Replanning], Planned]
 
 @dataclass(frozen=True)
 class Given:
-    """What a pipeline was asked for, as far as it is needed once more for another plan.
+    """The options of a pipeline that are needed once more for another plan.
 
     Attributes:
-        request: what was asked of the plan.
-        workers: who is to run it.
+        request: the options of planning.
+        workers: the options of the workers.
         example: the example arguments, positional and keyword.
-        weights: where parameters that are on `meta` come from; `None` when they have come.
+        weights: the source of parameters on `meta`; `None` once they have been loaded.
         batchnorm, merge, audit: as in `Pipeline`.
         compile: arguments of `torch.compile`, if stages are compiled.
         graphs: whether stages are run as CUDA graphs where they can.
@@ -77,14 +77,14 @@ class Given:
 
 
 def with_choices_of(plan: Plan, request: Request) -> Request:
-    """What was asked for, with what the plan says besides: the next plan has to be like it.
+    """The request, completed by what the plan in use says, so that the next plan is like it.
 
     Bits depend on the dtype in which values cross from stage to stage, and under autocast on what
     is recomputed; what workers may hold depends on the limit, and on what is recomputed.
 
     Args:
-        plan: in use, whether it was given or made.
-        request: what was asked of `Pipeline` besides the plan.
+        plan: the plan in use, whether it was given or made.
+        request: the other options of `Pipeline` for planning.
     """
     recomputed = request.recompute
     if recomputed == "auto" and all(_is_recomputed(stage) for stage in plan.stages):
@@ -108,12 +108,12 @@ def _is_recomputed(stage: StagePlan) -> bool:
 
 
 def with_one_replica(request: Request, plan: Plan, left: SideEffects) -> tuple[Request, str]:
-    """What is asked of the next plan, and a sentence if that has to have one replica as well.
+    """The request for the next plan, and why it is limited to one replica; empty if it is not.
 
     Args:
-        request: what was asked for.
-        plan: that is in use.
-        left: what its workers remember.
+        request: the options of planning.
+        plan: the plan in use.
+        left: what forwards have left with its workers.
     """
     if not left.remembers or plan.replicas > 1 or request.replicas == 1:
         return request, ""
@@ -155,8 +155,8 @@ class Fallbacks:
 
     (Jang et al. 2023, Oobleck, arXiv:2309.08125: pipelines are planned for the failures to come.)
 
-    They are as it was asked for. What depends on the number of workers (replicas, cuts, stages per
-    worker, the schedule) is left open where that is not possible.
+    The plans follow the user's request. If none does for a number of workers, what depends on that
+    number (replicas, cuts, stages per worker, the schedule) is chosen freely.
 
     Args:
         of: what plans are made from; the profile of the present workers is used for fewer.
@@ -202,7 +202,7 @@ class Fallbacks:
         return self._plans[key]
 
     def _found(self, costs: Profile, one_replica: bool) -> Iterator[Plan]:
-        """The best plan as it was asked for, and the best without what depends on the number."""
+        """The best plan for the request, then the best if what depends on the number is open."""
         asked = self._request
         free = replace(asked, replicas="auto", cuts=None, stages_per_worker="auto", schedule="auto")
         for request in (asked, free):
@@ -212,11 +212,11 @@ class Fallbacks:
 
 
 def plan_for_others(of: Replanning) -> Planned:
-    """As `plan_on_others`, and the error says what was asked of the pipeline.
+    """Like `plan_on_others`, but a `PlanError` names the options that had to be satisfied.
 
     Raises:
-        PlanError: no plan for these devices is as it was asked for.
-        InputError: these workers cannot be so many replicas.
+        PlanError: no plan for these devices satisfies the options.
+        InputError: these workers cannot have the requested number of replicas.
     """
     try:
         return plan_on_others(of)

@@ -169,8 +169,8 @@ class WorkerError(PenstockError):
     Attributes:
         stage: the stage that failed, from 0; `None` if no stage was running.
         microbatch: the micro-batch, from 0; `None` if there was none.
-        action: `"forward"`, `"loss"`, `"metrics"`, `"backward"`, `"start"`, or
-            `"optimizer step"`, after which only some parameters may be updated.
+        action: what the worker was doing, such as `"forward"`, `"loss"`, `"metrics"`, `"backward"`,
+            `"start"`, or `"optimizer step"`, after which only some parameters may be updated.
         worker: the number of the worker, from 0.
     """
 
@@ -226,7 +226,7 @@ class WorkerDied(WorkerError):  # noqa: N818 - it is a WorkerError, and says whi
         super().__init__(stage, microbatch, action, None, worker)
 
     def advise(self, advice: str) -> None:
-        """Say more of what came of it, and of what can be done, in sentences; each once."""
+        """Add sentences on consequences or a remedy to the message, unless it has them already."""
         if advice not in self._advice:
             self._advice += f". {advice}"
         self.args = (self._text(),)

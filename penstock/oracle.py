@@ -56,14 +56,14 @@ class Oracle:
         model: the model, unsplit; gradients add up in its `.grad`.
         args: positional arguments of the batch.
         kwargs: keyword arguments of the batch.
-        num_microbatches: how many; as many as there are rows, if those are fewer.
+        num_microbatches: the number of micro-batches; at most as many as the batch has rows.
         batch_dim: the dimension that counts the rows, as in `Pipeline`.
-        around: what is open around forwards and losses.
+        around: context managers to open around forwards and losses.
 
     Attributes:
         model: the model.
-        rows: of every micro-batch.
-        microbatches: of every one its positional and keyword arguments.
+        rows: the number of rows of every micro-batch.
+        microbatches: for every micro-batch its positional and its keyword arguments.
     """
 
     def __init__(
@@ -145,7 +145,10 @@ class Oracle:
     def call_and_backward(
         self, step: int, loss_fn: Callable[..., torch.Tensor], target: object = None
     ) -> Any:
-        """The result of the batch; one loss of all of it, and its backward by micro-batch.
+        """Compute one loss of the batch's result, and run its backward by micro-batch.
+
+        Returns:
+            the result of the batch.
 
         Raises:
             ValueError: the result cannot be put together, see `merged`.

@@ -41,16 +41,16 @@ _LOSSES = 64  # whose functions are kept
 def _left_elsewhere(
     names: Collection[str], program: Program, plan: Plan, calls_loss: bool
 ) -> LeftAttributes:
-    """What a forward leaves in attributes and the loss cannot read.
+    """The attributes that a forward writes and that the loss cannot read afterwards.
 
-    It can where the module runs right before it, in the last stage of the only replica, and is not
-    cut off from it by being recomputed.
+    The loss can read an attribute if the module that has it runs right before the loss, in the last
+    stage of the only replica, and is not recomputed.
 
     Args:
-        names: the qualified names of these attributes.
+        names: the qualified names of the attributes that the forward writes.
         program: the captured program.
-        plan: how it is cut.
-        calls_loss: whether the loss is called where the user's own modules run.
+        plan: how the program is cut.
+        calls_loss: whether the loss is called in the process where the user's own modules run.
     """
     start, end, recomputed = plan.stages[-1].spans[-1]
     is_near = calls_loss and not recomputed and plan.replicas == 1
@@ -78,9 +78,9 @@ class StepResult(NamedTuple):
 
 
 class Passes:
-    """Batches of the user's as passes: split, routed, ordered, audited, run, and put together.
+    """Turns the user's batches into passes: splits, routes, orders, audits and runs them.
 
-    A batch goes down this class once and comes up once, see docs/design.md.
+    It then puts the results together. docs/design.md describes the path of a batch.
 
     Args:
         runner: routes batches, makes orders and runs them.
@@ -101,7 +101,7 @@ class Passes:
         self.begin()
 
     def begin(self) -> None:
-        """Note where losses are called, and what they can read there, by the runner's plan."""
+        """Find out where losses are called, and what they cannot read, under the present plan."""
         program, plan, workers = self._program, self._runner.plan, self._runner.workers
         calls_loss = workers.role.calls_loss
         self._left = _left_elsewhere(program.left, program, plan, calls_loss)
@@ -156,12 +156,12 @@ class Passes:
         return self._results(batches, most)
 
     def _results(self, batches: Iterable[Any], most: int) -> Iterator[Any]:
-        """The results of batches in order, of which `most` are under way at a time.
+        """The results of batches in order, of which at most `most` are under way at a time.
 
-        Where forwards change buffers, as those of BatchNorm in training mode do, it is one: before
-        a batch is started, the model is looked at, and perhaps recorded, as the last one left it.
-        Where they draw from the generators of this process, none is under way while the script
-        runs: it would draw from a generator that is seeded for a call, and that call from its own.
+        Only one is under way if forwards change buffers, as those of BatchNorm in training mode do:
+        before a batch is started, the model is checked, and perhaps recorded, as the batch before
+        it left the model. If forwards draw from the generators of this process, no batch is under
+        way while the script runs: the two would draw each other's random numbers.
         """
         started: deque[_MapBatch] = deque()
         with self._runner.given_up():
@@ -337,7 +337,7 @@ class Passes:
 
     @contextmanager
     def _operation(self, what: str) -> Iterator[None]:
-        """An operation of all that run the script; models in other modes are in another one."""
+        """Open an operation of all processes that run the script, named by `what` and the mode."""
         name = what if self._model.training else f"{what} in evaluation mode"
         steps = self._runner.steps
         with steps.during(CALL), steps.failing(), self._runner.workers.operation(name):
@@ -369,15 +369,15 @@ class Passes:
         return self._runner.order(what, batch, self._model.training, loss)
 
     def _result_of(self, order: Order, merge: Merge, graph: bool = False) -> ResultBuilder:
-        """What makes the model's result of what the last stage gives in a pass.
+        """A function that makes the model's result from the values of the last stage in a pass.
 
         Args:
             order: the pass.
             merge: how results of micro-batches become one, see `Pipeline`.
-            graph: whether a backward is to come of it.
+            graph: whether a backward may come from the result.
 
         Raises:
-            InputError: they cannot be put together.
+            InputError: the results of the micro-batches cannot be put together.
         """
         ways = self._runner.ways(self._model.training)
         if merge in ("auto", "rows"):
@@ -399,12 +399,12 @@ def step_result(
     """What a training step returns.
 
     Args:
-        objective: what was asked for.
-        outcome: what has come of the pass.
+        objective: the loss, and whether outputs and metrics are wanted.
+        outcome: the outcome of the pass.
         result: makes the model's result, if it is wanted.
 
     Raises:
-        InputError: the rank that has the last stage was not asked for it.
+        InputError: outputs or metrics are wanted here, but not on the rank with the last stage.
     """
     if not objective.wants_more:
         return outcome.loss

@@ -90,11 +90,11 @@ class Pipeline:
     parameters of its own stages in its model and leaves the others unchanged. All ranks must call
     the same methods in the same order. The rank with the first stage needs the inputs, the rank
     with the last stage the target and `loss_fn`; other ranks may omit them, and ignore them
-    otherwise. With replicas, those of every replica need the whole batch. The loss, the result of
-    `pipe(x)`, the norm of `clip_grad_norm_` and the state dicts are the same on every rank. All
-    ranks call `loss.backward()`; the loss of the rank with the last stage is used.
-    `load_state_dict` needs the full state on every rank. If one rank fails, all raise the same
-    error.
+    otherwise. With replicas, the ranks with the first and the last stage of every replica need them
+    for the whole batch. The loss, the result of `pipe(x)`, the norm of `clip_grad_norm_` and the
+    state dicts are the same on every rank. All ranks call `loss.backward()`, which starts from the
+    loss of the rank with the last stage. `load_state_dict` needs the full state on every rank. If
+    one rank fails, all raise the same error.
 
     Args:
         model: any module.
@@ -111,9 +111,9 @@ class Pipeline:
             rows is split into single rows.
         schedule: a name in `penstock.schedule.SCHEDULES`, or `"auto"`.
         workers: `"threads"` of this process; `"processes"` on this machine, driven by this process;
-            `"ray"`, actors anywhere in a Ray cluster, driven by this process, or `penstock.Ray`
-            with what is asked of the cluster; or `"torchrun"`, the ranks that torchrun has started,
-            on any number of machines.
+            `"ray"`, actors anywhere in a Ray cluster, driven by this process, or a `penstock.Ray`
+            with options for them; or `"torchrun"`, the ranks that torchrun has started, on any
+            number of machines.
             `"auto"` is `"torchrun"` if torchrun or Ray Train has started several ranks, and
             `"threads"` otherwise. It is an error if something else has started several ranks (a
             process group, mpirun, srun).
@@ -123,8 +123,10 @@ class Pipeline:
             replica.
         recompute: which activations are recomputed in the backward instead of held: `"none"`,
             `"all"`, `"boundaries"`, `"auto"`, or names of modules; see `plan.request.Request`.
-        memory_limit: bytes that every worker may hold, or a string such as `"8GiB"`.
-        stages_per_worker: for schedules that take any number, or `"auto"`.
+        memory_limit: bytes that every worker may hold, or a string such as `"8GiB"`. By default the
+            memory of its device, if known.
+        stages_per_worker: the number of stages of each worker, for schedules that take any number;
+            `"auto"` means two for these.
         tune: whether to measure the best few plans, on a copy of the model, and use the fastest.
         boundary_dtype: `torch.bfloat16` or `torch.float16`: floating point values and their
             gradients are rounded to it where they cross from stage to stage. This changes results.
@@ -149,16 +151,17 @@ class Pipeline:
         weights: the source of parameters on the `meta` device: a state dict, the path of a file
             with one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
         timeout: seconds that a step may take. `None` means fifty times the predicted step, but at
-            least a minute, as first steps are slower; with `compile`, at least ten. Under torchrun
+            least a minute, as first steps are slower; with `compile`, ten minutes. Under torchrun
             this includes the wait for other ranks, and `None` means at least ten minutes.
-        threads_per_worker: intra-op threads of each CPU worker, on which bits depend; by default
-            its share of the cores. Give a number where workers are to come and go.
+        threads_per_worker: intra-op threads of each CPU worker; the bits of results depend on their
+            number. By default the worker's share of the cores. Give a number if the number of
+            workers may change.
         allocator: `"keep"` makes the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` does not change the C library's settings.
         on_failure: what happens if a worker process, or an actor of a Ray cluster, ends by itself.
             `"raise"`: a `WorkerDied`, and the pipeline is closed. `"replace"`: another one takes
-            its place. `"continue"`: the others go on without it, by another plan. In both the work
-            at which it ended is done again, with the same bits; see docs/elastic.md.
+            its place. `"continue"`: the others go on without it, by another plan. In both cases the
+            interrupted work is done again, with the same bits; see docs/elastic.md.
         audit: when one micro-batch of a pass also runs through the model's own forward and backward
             on one device, to be compared bit for bit. `"auto"`: often in the first twenty passes,
             then for less than 0.5 % of the time. An integer n: before every n-th pass. `None`:
@@ -176,14 +179,16 @@ class Pipeline:
         inference: whether the plan is for a steady flow of forwards: `map`, `generate`, `session`
             and calls without gradients, with as many batches or groups under way as keep all
             stages busy. Stages are cut so that the busiest takes as little time as possible, for
-            any number of micro-batches; memory has no gradients, optimizer or activations for a
-            backward, but the states of sessions (docs/generation.md). `train_step` and whatever
-            else needs gradients is an error. A `plan` that is given has to be such a plan.
-        in_flight: for how many groups of sequences, each as large as the example or its
-            micro-batch, the plan for inference has room for states, and how many `generate` has
-            under way by default; `None` is one more than keep all stages busy.
-        states: parts of the result that are states in sessions, as of `session`, which has them by
-            default; the plan for inference has room for them.
+            any number of micro-batches. The plan counts no memory for gradients, optimizer state or
+            activations for a backward, but counts the states of sessions (docs/generation.md).
+            `train_step` and whatever else needs gradients is an error. A `plan` that is given has
+            to be such a plan.
+        in_flight: the number of groups of sequences, of all replicas together, for whose states the
+            plan for inference has room; each group is as large as the example or its micro-batch.
+            `generate` has as many under way by default. `None`: one more than the number that keeps
+            all stages busy.
+        states: parts of the result that are states in sessions: positions in a tuple, or names. The
+            plan for inference has room for them, and `session` takes them by default.
         compile: whether each stage is run by `torch.compile` on its worker, or the arguments of
             `torch.compile` as a dict, such as `{"mode": "max-autotune"}` or `{"dynamic": True}`.
             It needs `inference=True`. The first passes of every kind are slow, as they compile.
@@ -203,16 +208,16 @@ class Pipeline:
         program: the captured program.
         model: the user's module.
         threads_per_worker: intra-op threads of each CPU worker; bits depend on it.
-        allocator_kept: whether the process was told to keep freed memory.
-        links: for every stage but the last, how values get to the next, in words.
+        allocator_kept: whether this process keeps freed memory for the next step.
+        links: for every stage but the last, a description of how values get to the next.
         metrics: the address where the metrics are served; empty if they are not.
-        members: the present workers, each with its number, device, kind, process and since when it
-            is there; with a number that increases with every change.
+        members: the present workers, each with its number, device, kind, process, and the step
+            after which it joined; `members.number` increases with every change of workers.
 
     Raises:
         DeviceError: a device does not exist.
         InputError: the arguments do not fit together.
-        PlanError: the model cannot be cut as it is asked for.
+        PlanError: no plan satisfies the arguments, or the model cannot be cut as they require.
         CaptureError: the model's forward cannot be recorded.
     """
 
@@ -290,7 +295,7 @@ class Pipeline:
         )
         self.model = model
         self._autosave: Autosave | None = None
-        self._tried = 0, 0  # a number of workers that was asked for, and the membership since
+        self._tried = 0, 0  # the latest number of workers aimed for, and the membership since then
         recording = CaptureOptions(
             batch_dim, dynamic, closed_batchnorms(model, batchnorm, keep_closed)
         )
@@ -334,7 +339,7 @@ class Pipeline:
             self._auditor, self._saver = running.auditor, running.saver
             self._sessions = Sessions(running.runner, program, in_flight)
             running.note_also(self._sessions.notes)
-            running.given = replace(given, weights=None)  # else buffers would begin once more
+            running.given = replace(given, weights=None)  # or a change would load buffers once more
             if run is not None and self._workers.role.index == 0:
                 self._runner.steps.kept.write_to(RunFolder(run, running.about(), running.profile))
             stack.pop_all()
@@ -387,24 +392,27 @@ class Pipeline:
         return self._running.metrics.url if self._running.metrics else ""
 
     def replan(self, *, progress: Progress | Literal["auto"] | None = "auto") -> bool:
-        """Measure the model again, and take a better plan if there is one now.
+        """Measure the model again, and switch to a better plan if there is one.
 
         The machine may be slower, or busier, than when it was profiled (`status()` says so). The
         number of micro-batches and the intra-op threads stay, so results do not change by a bit;
-        stages, schedule and replicas may change, as far as they were left open. Weights,
-        gradients, optimizers, random numbers and hooks go on. If no plan is better, the one in use
-        stays, with what is predicted of it now. It takes some seconds, in which nothing is trained.
+        stages, schedule and replicas may change, unless they were given to `Pipeline`. Weights,
+        gradients, optimizers, random numbers and hooks are carried over. If no plan is better, the
+        present one stays, with new predictions where possible. It takes some seconds, in which
+        nothing is trained.
 
         Args:
             progress: as in `Pipeline`.
 
         Returns:
-            whether there is another plan now, in `plan`.
+            whether the pipeline has switched to another plan, which is in `plan`.
 
         Raises:
             InputError: results of `pipe(x)` still wait for their backward, or a `map` is under
                 way; or the script was started by torchrun: save, and start it again.
-            ClosedError: the pipeline is closed.
+            CheckpointError: a save that was under way has failed.
+            WorkerError, WorkerTimeout: the new workers could not be started.
+            ClosedError: the pipeline is closed; or the old workers could not be started once more.
         """
         again = "start the script again; a new profile is measured if the old one is deleted"
         check_can_change("replan()", self._runner, again)
@@ -419,25 +427,25 @@ class Pipeline:
     ) -> bool:
         """Go on with workers on other devices: more, fewer, or others. See docs/elastic.md.
 
-        A plan is made for them, of the kind that is best there, as far as it was left open to
-        `Pipeline`. The number of micro-batches and the intra-op threads stay, so results do not
-        change by a bit. The model, its parameters and gradients, optimizers, random numbers, hooks
-        and counts go on. It takes some seconds, in which nothing is trained. If it fails, the
-        workers are what they were.
+        A new plan is made for these devices. The options of `Pipeline` still hold; what they left
+        open is chosen again. The number of micro-batches and the intra-op threads stay, so results
+        do not change by a bit. The model, its parameters and gradients, optimizers, random numbers,
+        hooks and counts are carried over. It takes some seconds, in which nothing is trained. If it
+        fails, the pipeline goes on with the old workers.
 
         Args:
             devices: as in `Pipeline`.
             progress: as in `Pipeline`.
 
         Returns:
-            whether the workers have changed; they do not for the devices that they have.
+            whether the workers have changed; false if they have these devices already.
 
         Raises:
             InputError: results of `pipe(x)` still wait for their backward, or a `map` is under
                 way; the workers cannot use these devices; or the script was started by torchrun:
                 save, and start it again.
             DeviceError: a device does not exist.
-            PlanError: no plan for these devices is as it was asked for.
+            PlanError: no plan for these devices satisfies the options given to `Pipeline`.
             CheckpointError: a save that was under way has failed.
             WorkerError, WorkerTimeout: the new workers could not be started.
             ClosedError: the pipeline is closed; or the old workers could not be started once more.
@@ -667,19 +675,20 @@ class Pipeline:
     ) -> Any:
         """Generate as the model's own `generate` does, with all stages busy.
 
-        The sequences are split into groups, as many as there are stages. Each group is generated by
-        the model's own `generate`, with whatever it offers: logits processors, stopping criteria,
-        sampling, beams. Its calls of the model are passes through the stages, and while one group's
-        pass is in a stage, those of others are in the other stages. Caches of keys and values stay
-        with the stages. A single sequence is not generated faster than on one device.
+        The sequences are split into groups: one for each stage of each replica, if there are enough
+        sequences. Each group is generated by the model's own `generate`, with whatever it offers:
+        logits processors, stopping criteria, sampling, beams. Its calls of the model are passes
+        through the stages, and while one group's pass is in a stage, those of others are in the
+        other stages. Caches of keys and values stay with the stages. A single sequence is not
+        generated faster than on one device.
 
         The tokens of a group are those that the model's own `generate` returns for it on one device
         with `threads_per_worker` threads, whichever other groups there are. For sampling, that is
         after `torch.manual_seed`: with `seed` for the first group, and for every other with a hash
         of `seed` and the number of its first row.
 
-        Under torchrun every rank calls it and gets the result. The model's own `generate` runs on
-        the rank with the first stage alone, whose arguments count.
+        Under torchrun every rank calls `generate` and gets the result. The model's own `generate`
+        runs only on the rank with the first stage, and only that rank's arguments are used.
 
         Args:
             args, kwargs: as of the model's `generate`. Tensors with one row for each sequence are
@@ -688,8 +697,9 @@ class Pipeline:
                 has ended, and the result is a list.
             group_size: how many sequences a group has.
             rowwise: whether each sequence is a group, so that its tokens do not depend on others.
-            in_flight: how many groups are under way at a time; by default as many as the plan has
-                room for, which is one more than keep all stages busy unless `Pipeline` was told.
+            in_flight: how many groups are under way at a time; by default `in_flight=` of
+                `Pipeline`, or as many as a plan for inference has room for, or else one more than
+                keep all stages busy.
             stream: whether to return an iterator of new `Tokens` as they come. Leaving the loop
                 cancels what is left; under torchrun, if the rank with the first stage leaves it.
             seed: of random numbers; by default drawn from torch's default generator.
@@ -764,17 +774,18 @@ class Pipeline:
     def fetch(self) -> None:
         """Bring the weights that workers have changed to this process's model.
 
-        Threads and worker processes use the model's own, so there is nothing to do. Workers in a
-        Ray cluster have weights of their own: between two calls the model has those of the last
-        one. Under torchrun it does what `state_dict` does, so all ranks have to call it.
+        Threads and worker processes use the model's own weights, so there is nothing to do. Workers
+        in a Ray cluster have weights of their own: between two calls the model has the weights that
+        the earlier one brought. Under torchrun it does what `state_dict` does, so all ranks have to
+        call it.
         """
         self._runner.between_passes(lambda: self._workers.state(self.model, self.model))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the parameters that have one, by their names.
 
-        They are the parameters' own `.grad`; of workers in a Ray cluster, where `.grad` can only be
-        dropped or set to zero, they are copies. A rank has those of its own stages.
+        They are the parameters' own `.grad`. For workers in a Ray cluster, where `.grad` can only
+        be dropped or set to zero, they are copies. A rank returns those of its own stages only.
         """
         named = dict(self.model.named_parameters())
         parameters = tuple(named.values())
@@ -861,8 +872,8 @@ class Pipeline:
     def status(self) -> Status:
         """What every worker is doing now, and how fast the latest steps were.
 
-        Nobody is asked, so it does not disturb the workers, and it may be called from any thread,
-        also while a step runs or hangs. Under torchrun it sees the ranks of this machine.
+        It reads the board, so it does not disturb the workers, and may be called from any
+        thread, also while a step runs or hangs. Under torchrun it covers the ranks of this machine.
 
         Returns:
             a `penstock.board.status.Status`; `print` shows it as a table, a notebook as HTML, and
@@ -876,10 +887,10 @@ class Pipeline:
     def on_step(self, hook: StepHook) -> RemovableHandle:
         """Call a function after every training step, such as a logger's.
 
-        It is called in the user's thread, when the gradients of the parameters are there: at the
-        end of `train_step`, and in the `backward()` of a loss of `pipe(x)`, which still has to
-        pass on what is before the pipeline. What it raises is raised there, when all hooks were
-        called.
+        The hook is called in the user's thread, once the gradients of the parameters are complete:
+        at the end of `train_step`, or within `loss.backward()` for a loss of `pipe(x)`, where
+        gradients have yet to reach the part of the graph before the pipeline. All hooks are called
+        even if one raises; the first exception is then raised there.
 
         Args:
             hook: called with a dictionary of numbers: `"step"`, counted from 1; `"step_seconds"`
@@ -895,27 +906,27 @@ class Pipeline:
         return self._runner.steps.hook(hook)
 
     def loading(self, batches: Iterable[T]) -> Loading[T]:
-        """The batches of a data loader, of which is noted how long the script waits for each.
+        """Wrap a data loader, to record how long the script waits for each batch.
 
-        `report` then tells data from other things that the script does between steps. Batches that
-        another thread loads ahead are not waited for while it does.
+        `report` can then tell the wait for data from what else the script does between steps. If
+        another thread iterates over the result to load ahead, its waits are not counted.
 
         Args:
-            batches: any iterable, such as a `torch.utils.data.DataLoader`. If it has a length, what
-                is returned has one, too, and each `for` over that begins anew.
+            batches: any iterable, such as a `torch.utils.data.DataLoader`. If it has a length, so
+                has the result; each `for` over the result iterates over `batches` anew.
         """
         return Loading(batches, lambda what: self._runner.steps.during(what))
 
     def history(self) -> History:
         """What is known of the run: the times of steps, what workers did in a few, what happened.
 
-        Up to twelve of the steps are kept in detail: those of the 3rd to 6th batch, of the 9th,
-        17th, 33rd, and so on, and those that `penstock top` has asked for.
+        Some steps are kept in detail: the 3rd to 6th step with the present plan, the 9th, 17th and
+        33rd, then every 64th, and any that `penstock top` requests; of all these the latest twelve.
         """
         return self._runner.steps.kept.history(self._running.about())
 
     def accounts(self) -> list[Account]:
-        """Where the time of these steps went, for every worker, and what it was lost to.
+        """Where the time of the steps kept in detail went, per worker, and what it was lost to.
 
         Returns:
             the accounts (`penstock.account.attribution.Account`) of the steps that are kept in
@@ -987,13 +998,13 @@ class Pipeline:
         grace: float = 25.0,
         **things: Any,
     ) -> Autosave:
-        """Save by itself every so many training passes, in the background, and on SIGTERM.
+        """Save every so many training passes, in the background, and on SIGTERM.
 
-        It happens as the next pass begins, when the optimizer, schedulers and scalers have done
-        their step: at the first one at which no gradients are there that an optimizer has still to
-        use. `penstock.resume` goes on from there. Errors of a save are raised by the next one, or
-        by `close()`. What comes after the last of them is saved by `save`. Called again, it takes
-        the place of the earlier.
+        A save that is due is made at the beginning of a pass, when the optimizer, schedulers and
+        scalers have done their step: before the first pass at which no gradients wait for an
+        optimizer. `penstock.resume` goes on from the save. An error of a save is raised by the next
+        one, or by `close()`. Passes after the latest save are not saved when the script ends: call
+        `save` for that. A second call of `autosave` replaces the first.
 
         When this process gets SIGTERM, the step under way is completed, the run is saved where the
         next one would begin, and `SystemExit(0)` is raised there. Under torchrun all ranks do so at
@@ -1002,18 +1013,21 @@ class Pipeline:
         Args:
             path: the folder; a checkpoint in it is replaced, as by `save`. Under torchrun all ranks
                 must see the same folder.
-            every: passes that train: calls of `train_step`, or of the pipeline with gradients.
-            on_sigterm: whether to save and end on SIGTERM. A handler of yours that was there before
-                is called as well. `close()` and `remove()` put it back.
+            every: the number of training passes after which a save is due: calls of `train_step`,
+                or of the pipeline in training mode, with gradients.
+            on_sigterm: whether to save and end on SIGTERM. A handler that the script had installed
+                before is called as well; `close()` and `remove()` install it again.
             grace: seconds after which SIGTERM ends the process without saving, if no step begins;
                 torchrun kills its ranks after 30.
-            **things: as in `save`, and `penstock.Batches`, of which the batch in hand is not done.
+            **things: as in `save`, and `penstock.Batches`, whose current batch is saved as not yet
+                trained on.
 
         Returns:
             a handle, whose `remove()` ends it.
 
         Raises:
-            InputError: `every` is no number of steps, or `grace` no number of seconds.
+            InputError: `every` is not a positive integer, `grace` is not a positive number, or the
+                plan is for inference.
         """
         self._check_trains("autosave()")
         autosave = Autosave(Path(path), every, things, self._runner.counts.completed)
@@ -1046,16 +1060,16 @@ class Pipeline:
             )
 
     def _between_steps(self) -> None:
-        """Before a pass that trains: save, or change the workers, if that was asked for.
+        """Before a training pass: save or change the workers if that is due; drop unused states.
 
-        States of sessions that nobody has any more are let go of.
+        Unused are states of sessions to which the script has no reference any more.
         """
         self._save_if_due()
         self._resize_if_due()
         self._sessions.drop_between_calls()
 
     def _resize_if_due(self) -> None:
-        """Have as many workers as there should be by the user's policy, if there is a plan."""
+        """Change the number of workers to what the user's policy wants now, if a plan allows it."""
         wanted = self._workers.wanted()
         if wanted is None or wanted == len(self.members):
             return
@@ -1195,10 +1209,10 @@ class Pipeline:
 
 
 def _training(method: str) -> tuple[PassKind, str]:
-    """The pass of a training step and its name; without gradients it is only the forward.
+    """What a training step runs, and its name; without gradients it runs only the forward.
 
     Args:
-        method: that is called.
+        method: the name of the method that the user called.
     """
     if torch.is_grad_enabled():
         return "train", method

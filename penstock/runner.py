@@ -52,18 +52,18 @@ T = TypeVar("T")
 
 @dataclass
 class Counts:
-    """How many passes there were, on which random numbers depend besides the seed.
+    """Counts of passes, on which random numbers depend besides the seed.
 
-    Passes that train are counted by themselves, so that nothing that is evaluated in between
-    changes what they draw: they are steps 0, 1, 2, ... Others are steps -1, -2, -3, ..., so these
-    differ from each other as well, where a model that is evaluated draws random numbers.
+    Training passes are counted apart from others, so that an evaluation in between does not change
+    the random numbers of training: they are steps 0, 1, 2, ... Other passes are steps -1, -2, -3,
+    ..., so that these, too, draw different numbers in each pass.
 
     Attributes:
-        trained: passes that have trained: those of `train_step` with gradients, and calls in
+        trained: the number of training passes: those of `train_step` with gradients, and calls in
             training mode with gradients.
-        others: all other passes.
-        completed: passes that have trained, as of the latest that has not failed. All ranks know
-            the same of it, while one of them may have counted a pass that has failed on another.
+        others: the number of all other passes.
+        completed: the number of training passes up to the latest one that succeeded. It is the same
+            on all ranks; `trained` may not be, as a rank may count a pass that failed on another.
     """
 
     trained: int = 0
@@ -75,7 +75,12 @@ class Counts:
         return self.trained if trains else -1 - self.others
 
     def count(self, step: int) -> None:
-        """There was a pass with this step. Ranks may have counted differently after a failure."""
+        """Count a pass.
+
+        Args:
+            step: the step of the pass, as the rank that routed it counts. After a failure the
+                counts of ranks may differ, so it is not always what `next` gives here.
+        """
         if step >= 0:
             self.trained = step + 1
         else:
@@ -129,13 +134,13 @@ class Started:
 
     Attributes:
         order: the pass.
-        begun: when, in nanoseconds of `time.monotonic_ns()`.
-        ticket: by which it is finished; `None` until the pass is sent to the workers.
-        is_lost: whether it reads states of workers that are gone, so that nobody can run it.
-        before: what the model was like when it began, if it may have to be run again later.
-        end: what has come of it, if that is known before it is asked for.
-        is_again: whether other workers had begun it, who are gone.
-        is_retained: whether a backward has come from it, and another one may.
+        begun: when it began, in nanoseconds of `time.monotonic_ns()`.
+        ticket: what waits for the workers; `None` until the pass is sent to them.
+        is_lost: whether the pass reads states of workers that are gone, so that it cannot run.
+        before: the state of the model when the pass began, if it may have to run again later.
+        end: its outcome or error, if known before `finish` is called.
+        is_again: whether the pass was begun by workers that are gone.
+        is_retained: whether a backward has come from this forward, and another one may.
     """
 
     order: Order
@@ -153,22 +158,23 @@ class Started:
         return any(microbatch.states is not None for microbatch in self.order.microbatches)
 
     def again(self, workers: Workers) -> AbstractContextManager[None]:
-        """While open, modes and buffers are those of when the pass began, if it is repeated."""
+        """While open, modes and buffers are as when the pass began, if it is run again."""
         if self.before is None or not self.is_again:
             return nullcontext()
         return self.before.again(workers)
 
 
 class _Before(NamedTuple):
-    """What a model is like before a pass, of what the pass depends on and may change.
+    """The state of a model before a pass: what the pass depends on and may change.
 
     Attributes:
-        modules: all of it.
-        modes: whether each of them is in training mode.
-        parameters: of the model.
-        versions: how often each of these was changed in place, and where it is.
-        updates: how many steps optimizers had done.
-        buffers: its buffers, and their contents; none if passes do not change them.
+        modules: all modules of the model.
+        modes: for each module whether it is in training mode.
+        parameters: the model's parameters.
+        versions: for each parameter its version counter and the address of its memory.
+        updates: how many optimizer steps there were.
+        buffers: the model's buffers and copies of their contents; empty if passes do not change
+            buffers.
     """
 
     modules: Sequence[nn.Module]
@@ -179,12 +185,12 @@ class _Before(NamedTuple):
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     def parameters_changed(self, updates: int) -> bool:
-        """Whether parameters are others now, after so many steps of optimizers."""
+        """Whether parameters have changed since, given the present count of optimizer steps."""
         changed = any(map(operator.ne, map(_version, self.parameters), self.versions))
         return changed or updates != self.updates
 
     def renewed(self) -> _Before:
-        """The same, as those who have taken over have written into parameters."""
+        """A copy with the present versions, as workers that took over wrote into parameters."""
         return self._replace(versions=[_version(parameter) for parameter in self.parameters])
 
     @contextmanager
@@ -223,21 +229,21 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Recovery(Protocol):
-    """Has others take over for workers, and calls `Runner.use` with them."""
+    """Replaces workers that die or leave, and calls `Runner.use` with the new ones."""
 
     def recover(self, death: WorkerDied, deaths: int) -> None:
-        """Some have died, in the midst of whatever they did.
+        """Replace workers that have died, at whatever work that was.
 
         Args:
-            death: says who, and at what.
-            deaths: how often that has happened to the same work.
+            death: says which worker died, and at what.
+            deaths: how often workers have died at the same work, including this time.
 
         Raises:
             WorkerDied: nobody takes over.
         """
 
     def hand_over(self) -> None:
-        """Some were asked to leave; no pass is under way.
+        """Replace workers that are about to leave; no pass is under way.
 
         Raises:
             WorkerDied: others have died.
@@ -251,19 +257,20 @@ class Runner:
         program: what is run.
         plan: how it is run.
         workers: the workers that run it.
-        deferred: whether BatchNorms are moved once per batch.
+        deferred: whether the running statistics of BatchNorms are updated once per batch.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
-        graphs: whether stages are run as graphs where they can.
+        graphs: whether stages are run as CUDA graphs where they can.
 
     Attributes:
         compile: as given.
-        recovery: has others take over for workers that die or leave; `None` if nobody does.
+        recovery: a weak reference to what replaces workers that die or leave; `None` if nothing
+            does.
         plan: the plan that is run.
         homes: the device of every stage.
-        loss_device: where the last stage is.
+        loss_device: the device of the last stage.
         workers: the workers that run the plan.
-        counts: of passes that were ordered.
-        steps: counts them on the board.
+        counts: the numbers of passes so far.
+        steps: counts passes on the board.
     """
 
     plan: Plan
@@ -420,11 +427,12 @@ class Runner:
         """A routed batch for all processes that run the script; those without inputs get no parts.
 
         Args:
-            batch: where the first stage of a replica is fed; routed, where `Role.routes` says so.
-            training: in which mode of the model it is run.
+            batch: the batch, where a first stage gets its inputs; `None` in other processes. It has
+                been routed where `Role.routes` is set.
+            training: whether the model is in training mode.
 
         Raises:
-            InputError: the model or the inputs here are not what they are where it is routed.
+            InputError: the model or the inputs here differ from those in the process that routes.
         """
         routed = batch if self.workers.role.routes else None
         description = None
@@ -448,15 +456,15 @@ class Runner:
         return replace(received, parts=batch.parts)
 
     def follow(self, batch: Batch, training: bool, apart: Mapping[int, KeptInStages]) -> None:
-        """Have the ways of a batch here as well that another process has routed.
+        """Add here the ways of a batch that another process has routed.
 
         Args:
-            batch: what that process says of it.
-            training: in which mode of the model it is run.
-            apart: which inputs and results of new ways stay with their stages, by number.
+            batch: the description of the batch that the other process has sent.
+            training: whether the model is in training mode.
+            apart: by the number of a new way, which inputs and results stay with their stages.
 
         Raises:
-            InputError: the model here would take others.
+            InputError: the model here would take other ways.
         """
         ways = self._ways_now(training)
         with self._program.recordings.looking(self.workers.modules_idle):
@@ -486,13 +494,13 @@ class Runner:
         """The order for a pass of this batch.
 
         Args:
-            what: the pass does.
-            batch: that it runs.
-            training: in which mode of the model.
-            loss: of its results, in `"train"`.
-            states: of its micro-batch, in a session.
-            replica: that runs it; `None` if its micro-batches are dealt to all of them.
-            assumed: whether the model is taken to be as in the pass before.
+            what: what the pass does.
+            batch: the batch that it runs.
+            training: whether the model is in training mode.
+            loss: the loss of the results, for `"train"`.
+            states: the resident values of the only micro-batch, in a session.
+            replica: the replica that runs the pass; `None` if its micro-batches are dealt to all.
+            assumed: whether to begin before it is known that the model is as in the pass before.
         """
         ways = self._ways[training]
         taken = batch.ways or [ways.taken(part) for part in batch.parts]
@@ -560,10 +568,10 @@ class Runner:
 
     @contextmanager
     def reserved(self, order: Order) -> Iterator[None]:
-        """While open, no other pipeline of the model runs what this pass and its audit disturb.
+        """While open, no other pipeline may run a pass that would disturb this pass or its audit.
 
         Raises:
-            InputError: one does, or another thread uses this pipeline.
+            InputError: one runs such a pass, or another thread uses this pipeline.
         """
         self._user.enter(*self._effects(order))
         try:
@@ -572,9 +580,10 @@ class Runner:
             self._user.leave()
 
     def _effects(self, order: Order) -> tuple[bool, bool]:
-        """Whether a pass, or the backward that it is for, adds to gradients; and changes buffers.
+        """Whether a pass adds to gradients, and whether it changes buffers.
 
-        A backward changes buffers where it runs forwards again, though it puts them back.
+        A forward from which a backward may come counts as adding to gradients. A backward counts as
+        changing buffers if forwards do, as it may run them again, though it puts buffers back.
         """
         return order.what != "infer", self.changes_buffers()
 
@@ -647,10 +656,10 @@ class Runner:
         )
 
     def _submit(self, last: Started | None = None) -> None:
-        """Let the workers know of the passes under way, in order, that they do not know of.
+        """Send the workers, in order, the passes under way that they have not been sent.
 
         Args:
-            last: of these; by default all of them.
+            last: the last pass to send; by default all are sent.
         """
         end = None if last is None else self._under_way.index(last) + 1
         unknown = [
@@ -690,14 +699,14 @@ class Runner:
         return self._awaiting_backward.get(order.number)
 
     def retain(self, forward: Started) -> str:
-        """Have one more backward come from a forward, which is run again for it, then.
+        """Keep a forward for one more backward, before which it will be run again.
 
         Args:
-            forward: of which a backward has ended.
+            forward: a forward whose backward has ended.
 
         Returns:
-            why it would give something else if it were run again, so that no other backward can
-            come from it; empty if it would not.
+            why running it again would give something else, so that no other backward is possible;
+            empty if one is.
         """
         remembering = sorted(self._program.remembering)
         if remembering:
@@ -721,11 +730,11 @@ class Runner:
     def between_passes(self, work: Callable[[], T], updates: bool = False) -> T:
         """Wait for the passes under way, then do the work as `surviving` does.
 
-        If they were repeated after it, they would give other results.
+        The passes come first, as they would give other results if they were run again after it.
 
         Args:
-            work: what is done.
-            updates: whether it updates parameters.
+            work: has the workers do something, and returns the result.
+            updates: whether the work updates parameters.
 
         Raises:
             WorkerDied: nobody takes over.
@@ -754,15 +763,15 @@ class Runner:
                         raise
 
     def surviving(self, work: Callable[[], T], awaited: Started | None = None) -> T:
-        """What some work of the workers gives; it is done again if others had to take over.
+        """Return what `work` returns; call it again whenever other workers have taken over.
 
         Args:
-            work: is done.
-            awaited: the pass that it waits for, if it waits for one.
+            work: has the workers do something, and returns the result.
+            awaited: the pass that the work waits for, if there is one.
 
         Raises:
             WorkerDied: nobody takes over.
-            WorkerError: the pass is one of a session, and ends whoever runs it.
+            WorkerError: a pass of a session was given up, as workers died each time it was run.
         """
         deaths = 0
         while True:
@@ -779,7 +788,7 @@ class Runner:
                     recovery.recover(death, deaths)
 
     def _hand_over(self) -> None:
-        """Let others take over for workers that were asked to leave, if that is still so."""
+        """Replace workers that are about to leave, if some still are."""
         recovery = self._who_recovers()
         if recovery is not None and self.workers.are_leaving:
             with self._changing_workers():
@@ -857,7 +866,7 @@ class Runner:
         return outcome
 
     def _note_what_cannot_run_again(self) -> None:
-        """Passes under way whose weights the script has changed since end in an error."""
+        """Let passes under way fail if the script has changed parameters since they began."""
         for started in self._under_way:
             if started.end is None and not self._can_run_again(started):
                 started.end = InputError(_CHANGED)
@@ -935,7 +944,7 @@ class Runner:
     def close(self) -> None:
         """Close the workers; nothing runs after that.
 
-        If one has died since the last pass, what would be lost is done again by others first.
+        If a worker has died since the last pass, others first do again the work that would be lost.
         """
         try:
             if self.workers.has_log and self._user.may_work():
@@ -953,7 +962,7 @@ class Runner:
 
 
 class _User:
-    """The thread of the script that has passes under way: one at a time.
+    """Lets only one thread of the script at a time have passes under way in a pipeline.
 
     Several pipelines may have the same model. Their passes must not add to the same gradients at
     the same time, nor may one change buffers that another one reads.
@@ -962,7 +971,7 @@ class _User:
         ownership: the tensors that the stages use.
 
     Attributes:
-        ownership: the same, of the present workers.
+        ownership: the tensors that the stages of the present workers use.
     """
 
     _lock = threading.Lock()  # of all of them
@@ -983,7 +992,7 @@ class _User:
             changes: whether it changes buffers.
 
         Raises:
-            InputError: another one is in the midst of some, or another pipeline's would disturb it.
+            InputError: another thread uses the pipeline, or another pipeline's pass would conflict.
         """
         with self._lock:
             self._check_thread()
@@ -1078,6 +1087,6 @@ class _User:
 def _common(
     some: Sequence[Sequence[torch.Tensor]], others: Sequence[Sequence[torch.Tensor]]
 ) -> bool:
-    """Whether workers have a tensor among these that others have among those."""
+    """Whether the two have a tensor in common; each has the tensors of every worker."""
     ids = {id(tensor) for tensors in some for tensor in tensors}
     return not ids.isdisjoint([id(tensor) for tensors in others for tensor in tensors])

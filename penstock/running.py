@@ -74,30 +74,33 @@ _HOW_TO_GO_ON = (
 class Running:
     """The workers of a pipeline on a plan, and what runs passes on them.
 
-    Other workers, or another plan, may take their place between two steps. Whatever else there is
-    stays the same object and goes on: counts, hooks, random numbers, optimizers, scalers.
+    Other workers, or another plan, may take their place between two steps. Everything else stays
+    the same object and goes on: counts, hooks, random numbers, optimizers, scalers.
 
     Args:
-        model: the user's.
+        model: the user's module.
         program: the captured program.
-        given: what the pipeline was asked for.
+        given: the options of the pipeline.
         allocator_kept: whether processes keep freed memory.
         served_at: where metrics are served; `None` for nowhere.
         backend: workers without a plan.
-        planned: what they get.
-        stack: what is to be undone if it fails.
+        planned: the plan that they get, and its profile.
+        stack: gets the callbacks that clean up if the start fails.
 
     Attributes:
-        given: what the pipeline was asked for, for the next plan.
-        profile: that the plan was made from; `None` if it was given, or another rank has made it.
+        given: the options of the pipeline, for the next plan.
+        profile: the profile that the plan was made from; `None` if the plan was given, or another
+            rank has made it.
         members: the present workers.
         threads: intra-op threads of each CPU worker.
-        links: for every stage but the last how values get to the next, in words.
+        links: for every stage but the last, a description of how values get to the next.
         runner: runs passes.
-        auditor, passes, saver: what does the rest.
+        auditor: audits some passes.
+        passes: turns batches into passes.
+        saver: saves checkpoints.
         dividing: makes the workers' parts of optimizers.
-        metrics: serves them, if that was asked for.
-        description: of the workers and the plan, for other processes.
+        metrics: the server of metrics; `None` if they are not served.
+        description: describes the workers and the plan to other processes.
     """
 
     runner: Runner
@@ -215,7 +218,7 @@ class Running:
         )
 
     def notes(self) -> list[str]:
-        """What there is to say of the run, such as that the plan holds no more."""
+        """Remarks on the run for the user, such as that the plan does not fit any more, and why."""
         kept = self.runner.steps.kept
         seconds = self.workers.board.counted().planned_seconds
         found = drift(kept.accounts(self.plan), self.plan, seconds)
@@ -252,19 +255,19 @@ class Running:
         progress: Progress | Literal["auto"] | None,
         measures: bool,
     ) -> bool:
-        """Have other workers, or another plan; if that fails, all is as it was.
+        """Switch to other workers, or to another plan; if that fails, the old ones go on.
 
-        Worker processes go on among the others, unless links are to be measured, which takes
+        Worker processes that can go on are kept, unless links are to be measured: that takes
         processes without a plan.
 
         Args:
-            chosen: who is to run the plan.
-            planning: finds it.
+            chosen: the options of the new workers.
+            planning: finds the plan.
             progress: as in `Pipeline`.
-            measures: whether what is known of links is to be measured again.
+            measures: whether the links are to be measured again even if their times are known.
 
         Returns:
-            whether there was another plan.
+            whether the plan or the workers were replaced.
         """
         began, before, old = time.monotonic(), self.members, self.plan
         self.saver.finish()  # a failed save is raised while the old workers are there
@@ -324,16 +327,16 @@ class Running:
         )
 
     def _switch(self, backend: Backend, plan: Plan, afresh: WorkerOptions | None) -> None:
-        """Stop the workers and start others; if that fails, start those again that were there.
+        """Stop the workers and start others; if that fails, start the old ones again.
 
         Args:
             backend: the other workers.
-            plan: what they run.
-            afresh: if those that can go on among the others, and who is to run the plan if one of
-                them dies meanwhile.
+            plan: the plan that they run.
+            afresh: options for starting all new workers anew, in case one that is kept dies
+                meanwhile; `None` if no worker is kept.
 
         Raises:
-            ClosedError: nobody could be started.
+            ClosedError: neither the new workers nor the old ones could be started.
         """
         self.runner.between_passes(lambda: self.workers.bring())
         old, same = self.plan, self.given.as_they_are(self.workers, self.threads)
@@ -379,15 +382,15 @@ class Running:
             scaler.go_on(self.runner.loss_device, workers)
 
     def _use_again(self, same: WorkerOptions, plan: Plan, why: BaseException) -> None:
-        """Start the workers once more that were there, as others could not be started.
+        """Start the old workers again, as the new ones could not be started.
 
         Args:
-            same: who was there.
-            plan: that they had.
-            why: what has happened to the others.
+            same: the options of the old workers.
+            plan: the plan that they had.
+            why: the error of the new workers.
 
         Raises:
-            ClosedError: they cannot be started either.
+            ClosedError: the old workers cannot be started either.
         """
         try:
             backend = same.backend(self._allocator_kept)
@@ -406,11 +409,11 @@ class Running:
 
         Args:
             death: says who has died, and at what.
-            deaths: how often that has happened to the same work.
+            deaths: how often workers have died at the same work, including this time.
 
         Raises:
             WorkerDied: it has happened too often, or nobody is left.
-            InputError: something is lost that only the dead have had.
+            InputError: something is lost that only the dead workers had.
         """
         if deaths > _DEATHS:
             self.workers.close()
@@ -441,12 +444,12 @@ class Running:
     def _take_over(
         self, remember: Callable[[], SideEffects], what: str, death: WorkerDied | None
     ) -> None:
-        """Let those that are left, or others, go on.
+        """Let the workers that are left, or new ones, go on.
 
         Args:
-            remember: says what forwards have left with the workers.
-            what: has happened.
-            death: that made it necessary, if it was one.
+            remember: returns what forwards have left with the workers.
+            what: a description of what happened, for messages.
+            death: the error, if a worker died; `None` if workers leave.
 
         Raises:
             WorkerDied: nobody is left.
@@ -531,14 +534,14 @@ class Running:
         what: str,
         lost: LostWork,
     ) -> None:
-        """Go on with those that are left, and with new ones if that fails.
+        """Go on with the workers that are left; if that fails, with new ones.
 
         Args:
-            chosen: the workers.
-            plan: that they run.
-            survivors: those that are left.
-            what: has happened before.
-            lost: what they do again before anything else.
+            chosen: the options of the workers.
+            plan: the plan that they run.
+            survivors: the workers that are left.
+            what: a description of what happened, for messages.
+            lost: work that they do again before anything else.
 
         Raises:
             ClosedError: nobody could take over.

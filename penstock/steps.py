@@ -47,12 +47,12 @@ _TRIES = 16  # steps that are recorded until there is one without an audit
 
 
 def _is_sampled(number: int) -> bool:
-    """Whether the passes of a step are recorded without being asked for: few of them."""
+    """Whether the passes of a step are recorded without a request for it; few are."""
     return _is_kept(number) or (number > 0 and number % _OFTEN == 0)
 
 
 def _is_kept(number: int) -> bool:
-    """Whether what is recorded of a step is written to the folder of its run: ever fewer are."""
+    """Whether the record of a step goes to the folder of the run; later steps ever more rarely."""
     return _FIRST <= number <= _LAST or (number > _LAST and is_power_of_two(number))
 
 
@@ -71,11 +71,11 @@ class _Ran(NamedTuple):
 
 
 class _Used(NamedTuple):
-    """When an optimizer has used the gradients of its parameters last.
+    """When an optimizer last used the gradients of its parameters.
 
     Attributes:
         trained: how many passes had left gradients by then.
-        counts: of the parameters of each of its groups; more may have been added since.
+        counts: how many parameters each of its groups had then; more may have been added since.
     """
 
     trained: int
@@ -373,9 +373,10 @@ class Steps:
         return all(sizes.get(name) == size for sizes in every for name, size in others.items())
 
     def _keep(self, record: StepRecord) -> None:
-        """Keep a record; after one with an audit, others are made until one has none.
+        """Keep a record; if it has an audit, record more steps until one has none.
 
-        Of these only the last is kept, so that audits take no place of what stands for others.
+        Of these extra records only the one without an audit is kept, so that audited steps do not
+        displace representative ones.
         """
         is_sampled, is_due = _is_sampled(self._number), self._is_due
         is_asked = self.is_asked or is_due
@@ -431,11 +432,11 @@ class Steps:
 
 
 class Loading(Iterable[T]):
-    """The batches of a data loader, of which is noted how long the script waits for each.
+    """Iterates over a data loader, and notes how long the script waits for each batch.
 
     Args:
-        batches: any iterable; each `for` begins anew where it does.
-        waiting: gives a context that is open while the script waits.
+        batches: any iterable; each `for` over this object iterates over `batches` anew.
+        waiting: given a name, returns a context manager that is open while the script waits.
     """
 
     def __init__(

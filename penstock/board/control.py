@@ -26,7 +26,10 @@ SUFFIX = ".sock"
 """Of the socket beside a board's file."""
 
 Known = Mapping[str, Callable[[], Any]]
-"""For every question what gives its answer: plain data, in another thread than the script's."""
+"""For every question a function that returns the answer, as plain data.
+
+It is called in another thread than the script's.
+"""
 
 _PATIENCE = 1.5  # seconds to wait for an answer
 _LONGEST = 1 << 28  # bytes of an answer

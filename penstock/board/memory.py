@@ -31,7 +31,7 @@ Log = list[tuple[int, int]]
 
 
 class Noting(Protocol):
-    """What keeps what a worker notes: a `Log`, or what knows better when it happens."""
+    """What a worker's notes are added to: a `Log`, or one with the times of the device's stream."""
 
     def append(self, entry: tuple[int, int], /) -> None:
         """Keep one more of what is in a `Log`."""
@@ -218,14 +218,14 @@ class Board:
         fd: of the memory, in another process than the one that made it; it is closed. `None` makes
             new memory.
         path: of a file for the memory, which is made; without one it has no name.
-        writable: whether workers note here what they do.
+        writable: whether this process may write to it.
 
     Attributes:
         records: of every worker.
         fd: of the memory, for other processes; -1 where it was given.
         path: of its file, which is removed when the board is closed.
-        closing: called then.
-        close: closes it; who has it may go on using it.
+        closing: functions that are called when the board is closed.
+        close: closes it; whoever has the board may go on using its memory.
 
     Raises:
         OSError: the file cannot be made.

@@ -24,15 +24,15 @@ VARIABLE = "PENSTOCK_METRICS"
 LOOPBACK = "127.0.0.1"
 
 METRICS = "/metrics"
-"""The path of them."""
+"""The path of the metrics."""
 
-_OWN = ("none", "same-origin")  # what a browser says of a request that somebody has typed, say
+_OWN = ("none", "same-origin")  # `Sec-Fetch-Site` of requests that no other page has made
 
 FORBIDDEN = "forbidden"
-"""What is not answered, as a stranger may ask for it by somebody's browser."""
+"""A request that is refused, as a stranger's page may have had somebody's browser send it."""
 
 OPEN_METRICS = "application/openmetrics-text"
-"""What accepts them as such; others get the older format of Prometheus."""
+"""The media type of OpenMetrics; clients that do not accept it get the older Prometheus format."""
 
 
 class Address(NamedTuple):
@@ -138,8 +138,9 @@ def requested(received: bytes) -> str | None:
     """What a request of HTTP asks for: a path, or for metrics `OPEN_METRICS` if that is accepted.
 
     Returns:
-        `None` if it is not whole yet, an empty text if it is none, `FORBIDDEN` if it may not be
-        asked for so; before the path of what is to be done, and not only read, there is `"POST "`.
+        `None` if the request is not whole yet; an empty text if it is malformed, or of a method
+        that is not served there; `FORBIDDEN` if a page of a stranger may have sent it. The path of
+        a POST request, which does more than read, has `"POST "` before it.
     """
     head, end, _ = received.partition(b"\r\n\r\n")
     if not end:
@@ -167,9 +168,9 @@ def requested(received: bytes) -> str | None:
 def _is_asked_on_purpose(fields: Mapping[str, str]) -> bool:
     """Whether a request does not come from the page of a stranger in somebody's browser.
 
-    Its browser sends its `Origin`, or that it is of another site; or the name of the host that it
-    came from, if that name leads here by now (DNS rebinding). `penstock top` sends an address,
-    whatever it was given.
+    For such a page, a browser sends an `Origin` header, or `Sec-Fetch-Site` with a value such as
+    `cross-site`. If the page's own host name now leads here (DNS rebinding), the `Host` header has
+    that name, and not an address. `penstock top` always sends an address.
     """
     host = fields.get("host", "")
     address = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

@@ -71,9 +71,9 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         placement: for every stage which of its replica's workers runs it.
         predicted_seconds: of a step.
         bound_seconds: of a step.
-        rank: of this process, of so many `ranks`; there is one if it drives all workers.
-        ranks: how many processes run the script.
-        job: the same for all ranks of a job; empty if there is one.
+        rank: the number of the worker that this process is; 0 if it drives all workers.
+        ranks: how many processes run the script; 1 if one of them drives all workers.
+        job: a name that is the same for all ranks of a job; empty if there is only one process.
     """
 
     pid: int

@@ -48,7 +48,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         penstock: the version of this format.
-        now: when that was, by the clock of which its times are, in nanoseconds.
+        now: when it was taken, in nanoseconds of the clock by which all its times are.
         description: of the pipeline.
         readings: what the records of its workers say, in the order of `description.recorded`.
         processes: those of these workers, in the same order.
@@ -123,7 +123,7 @@ class Remote:
         url: of the state.
 
     Attributes:
-        path: what no other is called.
+        path: the URL as a path, which no other pipeline has.
         board: has `counted()`.
         problem: why there is no state; empty if there is one, or none yet.
     """
@@ -237,7 +237,7 @@ class Remote:
 
 
 def others_of(first: Remote) -> list[str]:
-    """Where the states of the other ranks should be: rank k serves at the next port but k."""
+    """Where the other ranks serve their states: worker k at the port of worker 0 plus k."""
     about, where = first.description, urlsplit(first.url)
     host, port = where.hostname or "", (where.port or 0) - about.rank
     if about.ranks == 1:

@@ -65,12 +65,12 @@ class WorkerStatus:
             empty between passes.
         stage: at which it works now; `None` between passes.
         microbatch: on which one.
-        waits: whether it waits for values.
+        waits: whether it waits for other workers.
         waits_for: the number of the worker whose values it waits for, if it waits for one.
-        amid: whether it waits for others amid its work instead, such as for its turn among
-            replicas.
-        seconds: for how long it has done that.
-        worked_seconds: that it has worked in all.
+        amid: whether it waits in the middle of its work, such as for its turn among replicas, and
+            not for the values that it begins with.
+        seconds: how long it has been doing that.
+        worked_seconds: how long it has worked in passes, in all.
         waited_seconds: that it has waited for others in passes, in all.
         passes: that it has completed.
         memory: bytes of its device's memory that are in use; of a CPU worker's process, which

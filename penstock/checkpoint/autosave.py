@@ -23,9 +23,9 @@ from penstock.workers.backend import Workers
 
 _Save = Callable[..., object]
 _IsAmidStep = Callable[[Sequence[Optimizer]], bool]
-_MANY = 100  # passes after which it is said that nothing could be saved
+_MANY = 100  # passes after a save was due, at least, before a warning that none was possible
 _PAUSE = 0.05  # seconds between two looks
-_HEARS = 5.0  # seconds in which all that a launcher asks to stop hear of it
+_HEARS = 5.0  # seconds within which a launcher's SIGTERM has reached all of its processes
 
 
 class Autosave:
@@ -63,8 +63,9 @@ class Autosave:
         """Save and end the run on SIGTERM.
 
         Args:
-            ask: has the workers note that they are asked to stop; says whether there are any.
-            grace: seconds in which that has to be possible, or the process ends without.
+            ask: requests the end of the run from the workers; returns whether the pipeline still
+                exists.
+            grace: seconds within which a save has to begin; if none does, the process ends without.
 
         Raises:
             InputError: that is no time.
@@ -86,22 +87,23 @@ class Autosave:
     def before_step(
         self, trained: int, is_amid_step: _IsAmidStep, workers: Workers, save: _Save
     ) -> None:
-        """Save, if it is time and nothing is half done that would not be saved.
+        """Save if it is time, unless something is half done that a checkpoint does not have.
 
-        If the position of `Batches` is saved, the batch that was taken last is done again, so it is
-        saved before the first pass of a batch only: others may have used it by then. All processes
-        that run the script decide the same: by numbers that all of them have.
+        If a position of `Batches` is saved, a restored run repeats the batch that was taken last.
+        So the run is saved only before the first pass on a batch: before a later pass, an earlier
+        one has used it already. All processes that run the script make the same decision, from
+        numbers that all of them have.
 
         Args:
             trained: passes that have trained and ended well so far.
-            is_amid_step: says whether there are gradients that one of these optimizers, or one that
-                has made a step before, has still to use; or a backward is still to come.
-            workers: who trains the model.
+            is_amid_step: returns whether there are gradients that one of the given optimizers, or
+                one that has made a step before, has not used yet, or a backward is still to come.
+            workers: the workers that train the model.
             save: `Pipeline.save`.
 
         Raises:
-            SystemExit: the run was asked to stop by SIGTERM, and is saved.
-            CheckpointError: it could not be saved.
+            SystemExit: SIGTERM has come, and the run is saved.
+            CheckpointError: the run could not be saved.
         """
         before, self._positions = self._positions, self._now()
         is_first = not self._batches or before != self._positions
@@ -145,7 +147,7 @@ class Autosave:
         )
 
     def _end(self, trained: int, workers: Workers) -> NoReturn:
-        """End this process, with code 0 if it is one of those that were asked to."""
+        """End this process: with code 0 if its launcher sent SIGTERM, else with an error."""
         saved = f"the run is saved in {self._folder} after {trained} steps, and ends"
         if not wait_until(lambda: workers.was_asked_to_stop, _HEARS, _PAUSE):
             raise SystemExit(f"penstock: another machine was asked to stop by SIGTERM: {saved}")

@@ -45,8 +45,9 @@ class Batches(Generic[T]):
     torchdata's `StatefulDataLoader`, which can be saved and restored without this class.
 
     What workers of the loader draw is seeded anew in every epoch, unless they stay
-    (`persistent_workers=True`): then their random numbers are other ones after a restart. A loop
-    that takes a batch before the one before it was trained on has one batch too many done.
+    (`persistent_workers=True`): then their random numbers are other ones after a restart. If a loop
+    takes the next batch before it has trained on the current one, the saved position is one batch
+    too far.
 
     A loop that is left, by `break` or by an error, ends its epoch. So save within the loop, or by
     `Pipeline.autosave`, and not in an `except` around it.
@@ -83,7 +84,7 @@ class Batches(Generic[T]):
         self._watched = list(generators)
 
     def watched_before(self) -> list[torch.Generator]:
-        """Generators that are where those were before the batch that was given out last."""
+        """Generators with the states that the watched ones had before the last batch was taken."""
         if not self.batch or self._before is None:
             return self._watched
         found = [torch.Generator(generator.device) for generator in self._watched]
@@ -155,7 +156,7 @@ class Batches(Generic[T]):
 
     @property
     def undone(self) -> Undone:
-        """What has the position before the batch that was given out last, to be saved instead."""
+        """An object to save in place of this one, with the position before the last batch."""
         return Undone(self)
 
     def _state(self, position: _Position) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class Undone:
         self._batches = batches
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Batches.state_dict`, which it is for."""
+        """The state for `Batches.load_state_dict`, from which the last batch is given out again."""
         of = self._batches
         if not of.batch or of._before is None:
             return of.state_dict()

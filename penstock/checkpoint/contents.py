@@ -35,8 +35,8 @@ class StateNames(TypedDict):
 
     Attributes:
         names: all of it, in order.
-        tied: of tensors that have several names, every name but the first, and that first name.
-        extras: what is no tensor, by name.
+        tied: for tensors that have several names, each name but the first, with the first name.
+        extras: the values that are not tensors, by name.
     """
 
     names: list[str]
@@ -140,9 +140,10 @@ def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, 
 def unlike(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> tuple[list[str], list[str]]:
-    """What an optimizer's class has settings for and saved groups have not, and the reverse.
+    """The settings that an optimizer's class has and saved groups lack, and the reverse.
 
-    Another version of the same class may have more settings, or fewer; another class has both.
+    Another version of the same class may have more settings, or fewer; with another class, both
+    lists have entries.
     """
     known = set(optimizer.defaults)
     saved = {setting for group in groups for setting in group} - {"params"}

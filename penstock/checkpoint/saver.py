@@ -1,4 +1,4 @@
-"""Saving: everybody writes their part, and when all are there, the leading process says so."""
+"""Saving: every worker writes its part; then the leading process makes them the checkpoint."""
 
 from __future__ import annotations
 
@@ -45,11 +45,15 @@ class Save:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._ended = False
-        self._begun = threading.Lock()  # held from then on
+        self._begun = threading.Lock()  # held once the thread has begun, or is kept from it
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; under torchrun rank 0 knows."""
+        """Whether the save has ended, well or not.
+
+        Under torchrun only rank 0 knows before `wait` whether a save in the background has ended;
+        on the other ranks this is `False` until then.
+        """
         return self._ended or (self._thread is not None and not self._thread.is_alive())
 
     def wait(self) -> None:
@@ -178,7 +182,7 @@ class Saver:
         plan: bytes,
         notes: Callable[[], list[Note]],
     ) -> None:
-        """Write what is left, wait for everybody's part, and let it be the checkpoint."""
+        """Write the remaining files, wait for all parts, and make this save the checkpoint."""
         number = parts[0].number
         try:
             files = [folder.path / f"{what}-{number:06d}.{ending}" for what, ending in WHOLE]
@@ -264,7 +268,7 @@ def _size_of(part: Part) -> int:
 
 
 def _index(number: int, notes: Sequence[Note], paths: Sequence[Path]) -> Index:
-    """The index of a save, of whose files these are no part of a worker."""
+    """The index of a save; `paths` are its files that are not part of a worker's part."""
     files = {name: size for note in notes for name, size in note.files.items()}
     files |= {path.name: entry(path) for path in paths}
     weights = {name: file for note in notes for name, file in note.weights.items()}

@@ -18,21 +18,23 @@ _FINAL = 5.0  # seconds after which a process ends that does not run Python code
 
 
 class Sigterm:
-    """Handles SIGTERM as long as it is not removed: once it is noted, and then it ends the process.
+    """Handles SIGTERM until it is removed: the first is noted, a later one ends the process.
 
-    The handler that was there before is called as well. If it ends the process by `SystemExit`, as
-    that of Ray does, that waits until the run is saved. If the process is not `leaving` within
-    `grace` seconds, or if a SIGTERM comes that is not the same request sent twice, it gets the
-    signal as if this had never been here.
+    The handler that was there before is called as well. If that one raises `SystemExit`, as Ray's
+    does, the process still ends only when the run is saved. If the process is not `leaving` within
+    `grace` seconds, or if a SIGTERM comes more than `_SAME` seconds after the first, the signal has
+    the effect that it would have without this handler.
 
-    A process in which SIGTERM is ignored goes on ignoring it. Forks have nothing of this.
+    A process in which SIGTERM is ignored goes on ignoring it. In a forked process, the signal has
+    the effect that it would have without this handler.
 
     Args:
-        ask: called when it is noted, in the midst of anything; says whether anybody listens.
-        grace: seconds.
+        ask: called when the signal comes, at any point of the program, and again after `grace`;
+            returns whether there is a run to end. If there is none, the signal is passed on.
+        grace: seconds after the first signal within which the process has to be `leaving`.
 
     Attributes:
-        received: whether it was noted.
+        received: whether the signal was noted.
         leaving: whether the run is being saved, and the process ends by itself.
     """
 

@@ -1,4 +1,4 @@
-"""The C library's allocator, told to keep what it has.
+"""The C library's allocator, configured to keep freed memory.
 
 glibc returns large freed blocks to the kernel, which must clear and map them again for the next
 step: 10 to 30 % of a ResNet-50 step on a CPU. CUDA's caching allocator does the same favour to
@@ -87,10 +87,10 @@ def _allocator() -> ctypes.CDLL:
 
 
 class Mapped:
-    """Notices that the memory of the thread that makes it is mapped anew in jobs.
+    """Notices that a thread's jobs map much memory anew; made by that thread.
 
-    Its first jobs do not count, in which its heap grows. Nothing is noticed if freed memory is not
-    kept, or if the kernel gives pages of 2 MiB, as it may be told to.
+    The first jobs do not count, as the heap grows in them. Nothing is noticed if freed memory is
+    not kept, or if the kernel is configured to give pages of 2 MiB.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Mapped:
         self._jobs, self._large = 0, 0
 
     def after_job(self) -> bool:
-        """Whether it is so; to be called after each job."""
+        """Whether two jobs or more have mapped 64 MiB anew; to be called after each job."""
         if not _knows_heaps.is_set():
             return False
         before, self._pages = self._pages, _pages()
@@ -109,7 +109,7 @@ class Mapped:
 
 
 def _pages() -> int:
-    """How many were mapped as this thread used them for the first time."""
+    """How many pages this thread has had mapped at first use; 0 if freed memory is not kept."""
     if not _knows_heaps.is_set():
         return 0
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -120,9 +120,9 @@ def start_on_main_heap(
 ) -> threading.Thread | None:
     """Start a daemon thread that uses the main heap.
 
-    glibc makes heaps for new threads until there are as many as it may, and then gives them those
-    that there are, in turn. So it is told to make no more, which is for good, and threads are
-    started, and wait, until one has got the main heap.
+    glibc makes heaps for new threads up to a limit, and then gives them the existing ones in turn.
+    So the limit is set to 1, for the rest of the process, and threads are started, and wait, until
+    one has got the main heap.
 
     Args:
         work: what the thread does.
@@ -130,8 +130,8 @@ def start_on_main_heap(
         name: of the thread.
 
     Returns:
-        the thread; `None` if none has got it: freed memory is not kept, or glibc goes on making
-        heaps, as it has counted before how many it may make.
+        the thread; `None` if none has got the main heap: freed memory is not kept, or glibc had
+        already fixed a higher limit, and goes on making heaps.
     """
     if not _knows_heaps.is_set():
         return None

@@ -15,7 +15,7 @@ Devices = Sequence[str | torch.device] | int
 
 
 def device_choices(devices: Devices | None, least: int = 1) -> list[list[torch.device]]:
-    """The lists of devices of one of which a plan is made.
+    """The lists of devices from which a plan chooses one.
 
     There is one list if the devices are given, or if there are GPUs: all of them. Else there are
     lists of CPU workers, which share the cores of this process: `least` of them, twice as many, and
@@ -23,7 +23,7 @@ def device_choices(devices: Devices | None, least: int = 1) -> list[list[torch.d
 
     Args:
         devices: what the user gives.
-        least: so many workers are needed.
+        least: the number of CPU workers in the shortest list.
 
     Raises:
         DeviceError: one does not exist.

@@ -37,8 +37,8 @@ def only_cores(count: int) -> Iterator[None]:
 def use_threads(count: int) -> None:
     """Give the calling thread this many intra-op threads, for good.
 
-    torch looks up a thread's number when it is first needed, and takes what any thread has set
-    last. Asked before it is set, it stays what is set here.
+    When torch first needs the number of a thread, it takes the number that any thread has set last.
+    So the number is read here before it is set: then the thread keeps what is set here.
     """
     torch.get_num_threads()
     torch.set_num_threads(count)

@@ -78,20 +78,20 @@ class GraphRecorder(Protocol):
         after: Recording | None = None,
         alone: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> tuple[T, Recording]:
-        """Do some work without giving it to the device.
+        """Record some work without giving it to the device.
 
-        The memory of all tensors that are still there afterwards stays theirs: a replay reads and
-        writes it. It also writes the memory of those that are there no more, which nothing else has
-        but what is recorded `after` it.
+        Tensors of the work that still exist afterwards keep their memory: a replay reads and writes
+        it. A replay also writes the memory of those that are gone; it is shared only with what is
+        recorded with this recording as `after`.
 
         Args:
-            work: what is recorded; is given the generators, of which each is drawn from while it
-                is open.
-            generators: how many.
-            after: an earlier recording, before whose next replay nobody needs any more what this
-                one leaves.
-            alone: gives what is open while it begins, when no other thread may draw from the
-                device's generator.
+            work: the work to record. It is called with one context per generator: while that is
+                open, torch functions draw from this generator.
+            generators: how many of them `work` is given.
+            after: an earlier recording with which memory is shared. Nothing that the new recording
+                leaves may be needed once the earlier one is replayed again.
+            alone: makes a context that is open while recording begins; while it is open, no other
+                thread may draw from the device's generator.
 
         Returns:
             what `work` returns, whose values come with the first replay, and the recording.
@@ -132,11 +132,11 @@ class DeviceKind(ABC):
     can_share: bool = False
 
     def settings(self) -> tuple[str, ...]:
-        """Those of the process that say which kernels are taken."""
+        """The settings of this process that decide which kernels are chosen, as texts."""
         return ()
 
     def set_settings(self, settings: Sequence[str]) -> None:
-        """Have those of another process, as `settings` says them there."""
+        """Apply the settings of another process, as `settings` returned them there."""
         if settings:
             raise TypeError(f"{self.type} devices have no settings of their own")
 
@@ -214,10 +214,10 @@ class DeviceKind(ABC):
         """
 
     def shared(self, tensor: torch.Tensor) -> Any:
-        """What is the same tensor in a process that unpickles it, once.
+        """An object that is unpickled, once, as a tensor in the same memory, in another process.
 
-        The memory stays as long as either process has it. Neither waits for what the other one's
-        device has still to do there.
+        The memory stays as long as either process has it. Neither process waits for work of the
+        other that its device has yet to do on that memory.
 
         Raises:
             RuntimeError: when it is pickled, the driver or the allocator does not share memory.

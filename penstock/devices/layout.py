@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 ALIGNMENT = 256
-"""Bytes; kernels choose their way by it, those of cuBLAS by as many."""
+"""Bytes: libraries choose kernels by the alignment of addresses, cuBLAS by up to this much."""
 
-_SPARSE = 2  # so many times as many elements, and what is between them is not copied
+_SPARSE = 2  # strides that span more than this many times the elements are kept only on request
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -33,9 +33,9 @@ def alike(
     Args:
         tensor: what is copied.
         copy: copies a tensor that lies in memory without gaps.
-        sparse: whether to keep strides also if that copies more than twice as many elements.
-        to: where the copy will be, if not where the tensor is. Memory begins at other addresses on
-            devices of another kind: there it is aligned as a part of the same whole would be.
+        sparse: whether to keep strides even if that copies more than twice as many elements.
+        to: the device of the copy, if it is not the tensor's. If it is of another kind, addresses
+            there are unrelated: the copy is aligned by the tensor's offset in its storage.
     """
     tensor = tensor.detach()
     is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()

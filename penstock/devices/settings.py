@@ -31,17 +31,16 @@ class TorchSettings(NamedTuple):
     """The settings of torch that users may change at any time, and that change what is computed.
 
     Attributes:
-        dtype: the default.
-        precisions: of float32 matrix products in general, empty if backends differ, and of matrix
-            products, convolutions and recurrent networks of oneDNN.
-        deterministic: whether only deterministic algorithms are used, and whether others warn.
-        anomaly: whether autograd looks for the forward of what fails, and for values that are no
-            numbers.
+        dtype: the default dtype.
+        precisions: the precision of float32 matrix products, `""` if backends differ; then those of
+            oneDNN's matrix products, convolutions and recurrent networks, as far as torch has them.
+        deterministic: whether only deterministic algorithms are used, and whether others only warn.
+        anomaly: whether autograd's anomaly detection is on, and whether it looks for NaN.
         mkldnn: whether oneDNN is used, and whether its algorithms are deterministic.
         nnpack: whether NNPACK is used.
         attention: which ways to compute it are allowed, as by `torch.nn.attention.sdpa_kernel`.
-        kind: of device other than the CPU that is used, if there is one.
-        of_kind: its own.
+        kind: the type of the accelerator that is used; `"cpu"` if there is none.
+        of_kind: the settings of that kind, see `DeviceKind.settings`.
     """
 
     dtype: torch.dtype
@@ -69,11 +68,11 @@ class TorchSettings(NamedTuple):
         )
 
     def changed_in(self, other: TorchSettings) -> list[str]:
-        """The names of those that are others in `other`."""
+        """The names of the settings that differ in `other`."""
         return [n for n, a, b in zip(self._fields, self, other, strict=True) if a != b]
 
     def apply(self) -> None:
-        """Make them those of this process."""
+        """Apply these settings to this process."""
         torch.set_default_dtype(self.dtype)
         general, *others = self.precisions
         if general:

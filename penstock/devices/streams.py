@@ -28,14 +28,14 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 class Handover:
-    """Work of one thread, the caller, that others go on with, on the same devices.
+    """Orders the work of a thread, the caller, with that of others on the same devices.
 
-    Each has current streams of its own: a user's may be others than the default ones. So what the
-    others do comes after what the caller has given to its streams, and what the caller does after
-    that comes after them.
+    Each thread has current streams of its own, and the caller's may not be the default ones. So the
+    work of the others is put after what the caller had on its streams when this was made, and what
+    the caller does after `back` is put after the work of the others.
 
     Args:
-        devices: those with streams that anybody works on.
+        devices: the devices with streams that any of the threads works on.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -59,8 +59,8 @@ class Handover:
         """The caller goes on; nobody else works any more.
 
         Args:
-            made: gives what the caller gets from them, if that is asked; values other than tensors
-                do not count.
+            made: returns the values that the caller gets from the other threads. Called only if
+                these have used other streams; values other than tensors are ignored.
         """
         _await(self._after)
         own = {device: kind_of(device).current_stream(device) for device in self._streams}
@@ -115,13 +115,13 @@ def _await(events: Iterable[tuple[torch.device, Event]]) -> None:
 class Copies:
     """Copies tensors from one device to another.
 
-    A copy has a stream on each device that has streams. PyTorch runs it on the source's and makes
-    the target's current stream wait for it, and it for that one; were that the stream that computes
-    there, every copy would stop it.
+    Copies have a stream of their own on each device that has streams. PyTorch runs a copy on the
+    source's current stream, and lets this stream and the target's current stream wait for each
+    other. If the target's were the stream that computes there, every copy would hold it up.
 
     Args:
-        source: where they are.
-        target: where they are wanted, which is another one.
+        source: the device of the tensors.
+        target: the device of the copies, which is another one.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
@@ -177,12 +177,12 @@ class Copies:
 
     @torch.no_grad()
     def into(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy into tensors of the target, in a thread that goes on there when that is done.
+        """Copy into existing tensors of the target, in the receiver's thread.
 
-        `wait_for_copies` lets the source wait.
+        The target's current stream waits for the copies; `wait_for_copies` lets the source's wait.
 
         Args:
-            pairs: of tensors there and what they are to hold.
+            pairs: each a tensor on the target, and the tensor on the source that it is to hold.
         """
         pairs = list(pairs)
         if self._reads is None or not pairs:
@@ -229,7 +229,7 @@ class Ahead:
         self.begin({})
 
     def begin(self, values: Mapping[int, Sequence[Any]]) -> None:
-        """A pass begins; what is on the device is left alone, and not `in` here.
+        """Begin a pass. Micro-batches whose values are all on the device are left out of this.
 
         Args:
             values: of micro-batches, by number, in the order in which they are needed.
@@ -258,9 +258,9 @@ class Ahead:
         return values
 
     def wait_for_copies(self) -> None:
-        """Wait until all of the CPU's memory was read that devices read by themselves.
+        """Wait until all copies from pinned memory are done.
 
-        Nobody waits for them when the pass is over, and the script may write there.
+        Nothing else waits for them at the end of a pass, when the script may write to that memory.
         """
         for arrival in self._reading:
             arrival.synchronize()

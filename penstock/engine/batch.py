@@ -29,16 +29,16 @@ class Batch:
     """The micro-batches of a step.
 
     Attributes:
-        parts: for each the leaves of its inputs; none where the first stage is elsewhere.
-        sizes: how large each is.
+        parts: the leaves of the inputs of each; none where the first stage is elsewhere.
+        sizes: the sizes of each, by name.
         ways: the number of the way that each takes through the model, once it is known.
-        new_ways: the leaves of inputs that are the first to take a way, by its number.
+        new_ways: for ways that are taken for the first time, by number, the leaves of such inputs.
         seed: of random numbers.
-        step: on which random numbers depend, too; see `penstock.runner.Counts`.
-        number: of the pass; no other has it.
-        digest: of the inputs, where several processes have to have the same.
-        tokens: in all of it, see `tokens_of`.
-        recorded: whether what workers do in its passes is kept.
+        step: the step on which random numbers depend as well, see `penstock.runner.Counts`.
+        number: the number of the pass, which no other pass has.
+        digest: a checksum of the inputs, where several processes must have the same.
+        tokens: the number of tokens in the batch, see `tokens_of`.
+        recorded: whether the logs of the workers are kept.
     """
 
     parts: Sequence[Inputs]
@@ -54,10 +54,10 @@ class Batch:
 
     @classmethod
     def split(cls, leaves: Inputs, most: int) -> Batch:
-        """A batch in so many micro-batches, or in as many as it has rows.
+        """Split a batch into `most` micro-batches, or into one per row if it has fewer rows.
 
         Raises:
-            InputError: it has none.
+            InputError: it has no rows.
         """
         varying = leaves.signature.varying
         rows = varying.sizes(leaves)[ROWS]
@@ -202,11 +202,11 @@ def given_targets(targets: Sequence[Any] | None, rows: Sequence[int]) -> Targets
 
 
 def weights(weight: Weight, targets: Targets, rows: Sequence[int]) -> list[float]:
-    """The share that every micro-batch's loss has in the batch's.
+    """The factor of every micro-batch's loss in the sum that is the batch's loss.
 
     Raises:
-        InputError: `weight` is none of those that `Pipeline.train_step` lists, or a function that
-            gives no numbers to weigh with.
+        InputError: `weight` is none of those that `Pipeline.train_step` lists, or a function
+            without a target to call it with, or one whose results cannot be weights.
     """
     if weight is None:
         return [1.0] * len(rows)

@@ -5,8 +5,9 @@ keeps for evaluation is another matter: by itself it moves `running_mean` and `r
 micro-batch, each time towards the statistics of a few rows. `BatchNorms` collects these statistics
 instead, and at the end of the pass they are used in one of two ways:
 
-- `move`: once, towards the statistics of all rows, as in torchgpipe's DeferredBatchNorm. Those of
-  the micro-batches are combined pairwise exactly (Chan, Golub and LeVeque 1979).
+- `move`: once, towards the statistics of all rows, as in torchgpipe's DeferredBatchNorm. They are
+  combined from those of all micro-batches at once, in double precision (see Chan, Golub and LeVeque
+  1979).
 - `replay`: once per micro-batch, in order, with the arithmetic and so the bits of PyTorch's kernel.
   This is for replicas with a copy of the module each, none of which sees all micro-batches.
 """
@@ -406,7 +407,7 @@ def closed_batchnorms(model: object, mode: str, keep_closed: Iterable[str]) -> I
                 'plain BatchNorm; with batchnorm="deferred" its running statistics are those of '
                 "the whole batch"
             )
-    if mode == "microbatch" or isinstance(keep_closed, str):  # so is that
+    if mode == "microbatch" or isinstance(keep_closed, str):  # a str is rejected later
         return keep_closed
     for name, module in model.named_modules():
         compiled = isinstance(module, torch.jit.ScriptModule) or is_compiled(module)

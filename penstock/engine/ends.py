@@ -90,9 +90,9 @@ class Ending:
     """How the last stage's values are put together to the model's result.
 
     Attributes:
-        values: what they are, in order.
+        values: the program's values that the last stage gives, in order; `outputs` refers to them.
         outputs: the leaves of the result: values, sizes and constants.
-        structure: what the leaves are put into.
+        structure: the containers that the leaves are put into.
         joins: for every value how it is put together from micro-batches.
     """
 
@@ -198,7 +198,7 @@ class Outlet:
 
     Args:
         endings: how results are put together.
-        device: where the last stage is; by default targets are there, whichever it is.
+        device: of the last stage, to which targets are copied; `None` leaves them where they are.
 
     Attributes:
         results: what the last stage gave, by micro-batch, without history.
@@ -517,8 +517,8 @@ def _leaves(loss: torch.Tensor, results: Values) -> Iterator[torch.Tensor]:
 def to_device(value: object, device: torch.device) -> Any:
     """A tensor on `device`, everything else as it is.
 
-    What comes to a CPU is there; what comes to another device is there for what follows on the
-    current stream.
+    A copy to a CPU is complete on return; one to another device is complete for all later work on
+    the device's current stream.
     """
     if not isinstance(value, torch.Tensor):
         return value

@@ -72,15 +72,16 @@ class _Slot:
 
     Attributes:
         entered: the values, in memory of the slot.
-        aliases: what stands for the parameters.
+        aliases: the leaves that stand for the parameters, see `_alias`.
         results: of the forward, in memory of the slot.
-        roots: for every tensor of these where its backward starts, as it was recorded. A view knows
-            another way once its base has been written: one that leaves gradients in another layout.
-        forward: the recording.
+        roots: for every tensor among the results where its backward starts. This is kept from the
+            recording: once the base of a view has been written, autograd gives the view another
+            history, which leaves gradients in another layout.
+        forward: the recording of the forward.
         calls: the calls that draw random numbers, in order.
         anchor: the leaf in the slot that its graph of autograd begins with.
         caught: the gradients of the values, once a backward has run or was recorded.
-        backwards: by which results have gradients, and what these are like.
+        backwards: the recorded backwards, by which results have gradients and what those are like.
     """
 
     entered: list[Any]
@@ -170,9 +171,9 @@ class Graphs:
         self._is_hooked = False
 
     def begin(self) -> None:
-        """A pass begins: what is recorded is of modules as they are now.
+        """Begin a pass: use the recordings that were made with the modules in their present state.
 
-        Hooks are called as ever: with one, nothing is recorded.
+        While a module or parameter has a hook, no graph is used, so that the hook is called.
         """
         settings = TorchSettings.here(), kind_of(self._device).settings()
         places = tuple(map(_place, self._tensors))
@@ -531,7 +532,7 @@ def _replay(slot: _Slot, key: Key) -> None:
 
 
 def _save(changing: frozenset[int], tensor: torch.Tensor) -> torch.Tensor:
-    """What autograd saves; as that is replayed, whether it was changed since is not asked.
+    """What autograd saves of a tensor; a replay writes it anew, so its version is not checked.
 
     Args:
         changing: the storages of what the forward changes.

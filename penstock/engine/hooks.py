@@ -30,7 +30,7 @@ def hooks_of(modules: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def users_hooks_of(modules: Iterable[nn.Module]) -> list[int]:
-    """The same, without those that Penstock itself has while a pass runs."""
+    """The numbers of the hooks of modules, without those that Penstock itself registers."""
     registries = chain.from_iterable(HOOKS_OF_MODULES(vars(module)) for module in modules)
     found = chain.from_iterable(registry.items() for registry in filter(None, registries))
     return [number for number, hook in found if not _is_own(hook)]

@@ -35,7 +35,7 @@ def why_unknown(module: nn.Module) -> str:
 
 
 def why_unknown_function(function: Callable[..., Any]) -> str:
-    """The same of a function that is called with tensors."""
+    """Why a function that is called with tensors is not known, in words; empty if it is."""
     return _Reading().value(function)
 
 

@@ -61,12 +61,13 @@ def _slices(
 def pieces_of(
     values: Sequence[Any], dims: Sequence[int | None], rows: Sequence[int]
 ) -> list[list[Any]]:
-    """Copies of values that belong to so many rows each, without history.
+    """The values of every piece, without history: copies of its rows.
 
     Args:
         values: tensors, or anything else.
-        dims: for each the dimension that grows with the rows; `None` for what belongs to all.
-        rows: of every piece.
+        dims: for each the dimension that grows with the rows; `None` for values that all pieces
+            share, which are not copied.
+        rows: the number of rows of every piece.
     """
     parts = []
     for value, dim in zip(values, dims, strict=True):
@@ -82,12 +83,12 @@ def pieces_of(
 
 
 def repeated(values: Sequence[Any], dims: Sequence[int | None], copies: int) -> list[Any]:
-    """The same values with all rows so often, along these dimensions; `None` where there are none.
+    """The values with their rows repeated `copies` times.
 
     Args:
         values: tensors, or anything else.
-        dims: as of `pieces_of`.
-        copies: how often.
+        dims: for each the dimension along which it is repeated; with `None` it stays as it is.
+        copies: how often each row occurs in the result.
     """
     return [
         value if dim is None or copies == 1 else torch.cat([value.detach()] * copies, dim)

@@ -130,9 +130,9 @@ class Objective:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What is the same for a loss that is given again, as a new lambda for instance.
+        """Equal for functions that do the same, such as the same lambda made anew at every step.
 
-        It has numbers of objects, so it holds as long as `given_functions` are kept.
+        It contains ids of objects, so it is valid only while `given_functions` are kept alive.
         """
         return tuple(map(_identity_of, self.given_functions))
 
@@ -167,10 +167,10 @@ class Objective:
 
 
 def _pieces_of_target(target: tuple[Any, ...], rows: Sequence[int], copies: int) -> Targets:
-    """The target of a micro-batch with its rows so often, and of pieces of that.
+    """The target of a micro-batch with its rows repeated `copies` times, then those of its pieces.
 
     Raises:
-        InputError: it has other sizes than the rows.
+        InputError: the numbers of rows do not fit `rows`, which are those of the pieces.
     """
     leaves, structure = flatten(target)
     dims = []

@@ -47,8 +47,8 @@ class Order:
         before: what came before it, for replicas.
         tokens: of the batch, see `penstock.engine.batch.tokens_of`.
         replica: which one runs it; `None` if its micro-batches are dealt to all of them.
-        assumed: whether the model is taken to be as in the pass before; the driver sees to that
-            while it runs, and runs another one if it is not.
+        assumed: whether the model is assumed to be unchanged since the pass before. The driver
+            checks that while this pass runs, and runs another one if the model has changed.
         weights_since: the number of the first pass since which no weight changes, until the script
             runs again; -1 if that is not known.
         to_all: whether all processes that run the script get the results, or only the one that
@@ -135,10 +135,11 @@ class Outcome:
         statistics: of BatchNorms that replicas in other processes have seen, by the number of the
             module there and by micro-batch.
         targets: a checksum of all targets, where several processes have to have the same.
-        weights_before: a checksum of the stages' parameters and buffers, likewise, if looked at.
+        weights_before: a checksum of the stages' parameters and buffers at the beginning of the
+            pass, where replicas in several processes are compared.
         mismatch: the loss of a micro-batch, and what its pieces make, where that was looked at and
             is something else.
-        memory: what forwards have left in modules in another process, if that was asked for.
+        memory: what forwards have left in modules in another process; `None` if not reported.
         kept: the shapes of values that stay with the workers, by number.
         written: which of `"inputs"`, `"targets"` and `"loss_kwargs"` were written to in another
             process, where the script does not see it.
@@ -162,7 +163,10 @@ class Outcome:
 
     @classmethod
     def of(cls, parts: Sequence[Outcome]) -> Outcome:
-        """The outcome of the whole pass, from those of all workers."""
+        """The outcome of the whole pass, from those of all workers.
+
+        `statistics`, `targets`, `weights_before` and `memory` are left in the parts.
+        """
         whole = cls()
         for part in parts:
             whole.results |= part.results

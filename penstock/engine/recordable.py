@@ -48,7 +48,7 @@ def check_records(compiles: bool, batchnorm: str) -> None:
 
 
 def check_recorded(stages: int, not_recorded: Mapping[int, str], replicas: int) -> None:
-    """Raise if no stage can be recorded.
+    """Raise if the plan has several replicas, or if no stage can be recorded.
 
     Args:
         stages: how many there are.
@@ -56,7 +56,7 @@ def check_recorded(stages: int, not_recorded: Mapping[int, str], replicas: int) 
         replicas: of the plan.
 
     Raises:
-        InputError: none can.
+        InputError: there are several replicas, or all stages are in `not_recorded`.
     """
     if replicas > 1:
         raise InputError(

@@ -105,13 +105,13 @@ class OrderedSum:
             self._add(*self._early.popleft())
 
     def add_kept(self) -> None:
-        """Add what was kept, each in its turn; waits for these."""
+        """Add the gradients that were kept, in order; waits for the turn of each micro-batch."""
         while self._early:
             self.turns.wait(self._early[0][0])
             self._add(*self._early.popleft())
 
     def add_pending(self) -> None:
-        """The same at the end of a replica's part of a pass."""
+        """Add the gradients that were kept, and let go of the aliases of leaves."""
         self.add_kept()
         self._aliases.clear()
 
@@ -155,12 +155,11 @@ class OrderedSum:
     def _accumulate(self, terms: Terms) -> None:
         """Add gradients to `.grad`, with an alias of each leaf alive.
 
-        torch looks for what adds to a leaf's `.grad` under a lock of the leaf, and may have to wait
-        for the interpreter there: it does when the leaf, or what adds to it, is held by Python
-        alone, and is held by something else from then on. The Function that adds waits for that
-        lock with the interpreter: both would wait for ever, if the forward of another replica has
-        the lock. An alias and its graph hold the leaf and what adds to it outside of Python. They
-        are made by an operator, which leaves the interpreter to others before it waits.
+        torch looks up the node that accumulates a leaf's `.grad` under a lock of the leaf. There it
+        has to wait for the GIL if only Python has held the leaf, or that node, until then. The
+        Function that adds waits for the same lock while it holds the GIL: both would wait for ever
+        if the forward of another replica has the lock. An alias and its graph hold the leaf and the
+        node from C++. They are made by an operator, which releases the GIL before it waits.
         """
         with torch.enable_grad():
             for leaf, _ in terms:
@@ -398,9 +397,9 @@ def _takes_hooks(module: nn.Module) -> bool:
 def _users_of_memories(
     span: Span, called: Collection[nn.Module]
 ) -> dict[object, set[nn.Module | None]]:
-    """Whatever forwards of a span change and find again, and which modules called there use it.
+    """For all that forwards of a span change and find again, the called modules that use it.
 
-    `None` stands for all that is not a call of a module which can be told to wait.
+    `None` among these stands for a use outside of the calls of modules that can wait for turns.
     """
     stage = span.module
     if not isinstance(stage, nn.Module):
@@ -588,11 +587,12 @@ class ReplicaStage(SummedStage):
         """Others may still watch them."""
 
     def backward(self, microbatch: int) -> None:
-        """Run the backward, when what the one before has left is added.
+        """Run the backward; with equal shares, first add the gradients that were kept.
 
-        So a replica that is early keeps the gradients of one micro-batch at most. With equal shares
-        all replicas have the same order of actions: what is waited for, another replica does before
-        it comes to this one. With others it might come after something that waits for this replica.
+        So a replica that is early keeps the gradients of one micro-batch at most. Waiting is safe
+        with equal shares: all replicas have the same order of actions, so the others run what this
+        one waits for before they come to this action. With unequal shares, they might run it after
+        an action that waits for this replica; so then nothing is waited for here.
         """
         if self._shares_evenly:
             self._sum.add_kept()

@@ -49,10 +49,10 @@ class Operation(NamedTuple):
     """An operator that is applied to a resident value.
 
     Attributes:
-        name: of the operator's overload, `aten::index_select` and `default` say.
-        overload: likewise.
-        args: its arguments; the value itself is an `Operand`.
-        kwargs: likewise.
+        name: the qualified name of the operator, such as `aten::index_select`.
+        overload: the name of its overload, such as `default`.
+        args: its positional arguments; an `Operand` stands for the value itself.
+        kwargs: its keyword arguments, with `Operand` in the same role.
     """
 
     name: str
@@ -80,10 +80,10 @@ class States:
     """The resident values of a micro-batch.
 
     Attributes:
-        taken: for every leaf of the inputs that is one, the number of the value.
-        after: what is done to some of them before, by leaf.
-        first: the number that the first value has that is kept; that of leaf `k` of the result
-            has the number `first + k`.
+        taken: for every leaf of the inputs that is a resident value, the number of the value.
+        after: the operations to apply to some of these values before they are read, by leaf.
+        first: where the numbers of kept values begin: leaf `k` of the result is kept under the
+            number `first + k`.
         dropped: numbers of values that nobody needs any more.
     """
 

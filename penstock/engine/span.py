@@ -66,10 +66,10 @@ class Span:
         saves: whether its forward computes gradients itself, so that it needs what autograd saves.
         apart: norms in training that leave their running statistics alone when the forward runs
             again, as other replicas may be using them; none before `keep_apart`.
-        taken: the leaves of the inputs that the module takes last, of the worker's residents.
-        kept: the leaves of the result that it gives last, which become residents.
+        taken: the leaves of the inputs that are resident values; the module takes them last.
+        kept: the leaves of the result that become resident values; the module returns them last.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
-        recorded_on: the device of whose work graphs are recorded, if they are.
+        recorded_on: the device whose work is recorded as CUDA graphs; `None` if it is not recorded.
     """
 
     module: Callable[..., Values]
@@ -220,9 +220,10 @@ def _alone(stage: Callable[..., Any], norms: Collection[nn.Module]) -> Iterator[
 
 
 def calls_of(stage: Callable[..., Any]) -> Counter[nn.Module]:
-    """The user's modules that a stage calls by themselves, and how often.
+    """The user's modules that a stage calls directly, and how often.
 
-    Those that draw random numbers are called with a lock held, in which they must not wait.
+    Modules that draw random numbers are left out: they are called with a lock held, so they must
+    not wait.
     """
     calls: Counter[nn.Module] = Counter()
     if not isinstance(stage, fx.GraphModule):
@@ -348,7 +349,7 @@ def _run_without_saving(recomputation: Rerun, values: Values) -> tuple[EntryNode
 
 
 def _copied(value: object) -> Any:
-    """A value that whoever changes the original leaves alone."""
+    """A copy of a tensor, which no change of the original reaches; all else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
@@ -364,12 +365,12 @@ def _as_leaf(value: object) -> Any:
 def run_backward(
     roots: Roots, gradients: Gradients, leaves: Sequence[torch.Tensor] | None = None
 ) -> None:
-    """From these roots with these gradients, where there are both.
+    """Run autograd's backward from those roots for which there is a gradient.
 
     Args:
-        roots: where it starts.
-        gradients: of each of them.
-        leaves: what it computes gradients of; `None` for all that is there.
+        roots: where it starts; `None` where nothing is differentiable.
+        gradients: one for each root, or `None`.
+        leaves: the leaves whose gradients it computes; `None` for all that it reaches.
     """
     pairs = [
         (root, gradient)

@@ -36,8 +36,8 @@ class Held(NamedTuple):
     """What a stage holds of a micro-batch between its forward and its backward.
 
     Attributes:
-        inner: of its spans, in order, but for the end.
-        end: whose backward begins with what the sink gives.
+        inner: one entry for each span, in order, without the entry that is in `end`.
+        end: where the backward begins, with the gradients that the sink gives.
     """
 
     inner: list[Passed | Rerun]
@@ -71,12 +71,14 @@ class Stage:
         deferral: where the modules leave the weight halves of backwards, if they halve any.
         norms: its BatchNorms, if their running statistics are those of the whole batch.
         microbatches: the micro-batches of the step; set before it runs.
-        first: the number of the first of them, where those of several passes are told apart.
+        first: the number of the first of them, counted over all passes, if replicas run the same
+            modules; otherwise 0.
         wanted: the parameters whose gradients a backward computes; `None` for all.
         held: what it holds, by micro-batch. 1F1B keeps at most `min(m, p - index)` here.
         deferred: the weight halves that are still to be computed, by micro-batch.
         record: where the worker notes what it does; set before a pass.
-        giving: as which part of an action it notes that the sink is given results.
+        giving: the part of an action that is noted while results go to the sink: `SENDING`, or
+            `LOSS` in the last stage.
         residents: the values that its worker keeps between passes.
     """
 
@@ -214,7 +216,7 @@ class Stage:
         run_pending(self.deferred.pop(microbatch, ()), self.wanted)
 
     def _leaves(self, entry: EntryNode) -> list[torch.Tensor] | None:
-        """What the backward of a span computes gradients of, beside what entered it."""
+        """The leaves of which the backward of a span computes gradients; `None` for all."""
         if self.wanted is None:
             return None
         anchors = [entry.anchor, self.deferral.anchor if self.wanted else None]

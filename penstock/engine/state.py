@@ -163,21 +163,22 @@ class _Saved:
 
 
 class ValuesSaved:
-    """Inside, what autograd saves of some tensors is copied: they are changed before a backward.
+    """Makes contexts in which autograd saves copies of tensors that change before the backward.
 
     One device that goes through the micro-batches in order has a backward right behind each
     forward. A stage runs the forwards of several before the first backward, so that what a module
     remembers has been moved on by then. Everything else is saved as ever, and it is an error as
     ever if that is changed in place.
 
-    `batch_norm` changes statistics without saying so, in no other version of the tensor. What was
-    saved of them before is then what they are when the forward ends, as on one device; or when
-    the call of a module ends, if others go on with it from there (`refresh`).
+    `batch_norm` changes statistics without increasing the version of the tensor. A copy that was
+    saved before such a change is replaced by the contents that the tensor has when the forward
+    ends, as on one device; or when the call of a module ends, if other threads go on with the
+    tensor from there (`refresh`).
 
     Several threads may be inside.
 
     Args:
-        changing: these tensors.
+        changing: the tensors that are changed.
     """
 
     def __init__(self, changing: Collection[torch.Tensor]) -> None:
@@ -205,7 +206,7 @@ class ValuesSaved:
             self._copies.of = []
 
     def refresh(self) -> None:
-        """What this thread has saved so far is not changed by its forward any more."""
+        """Renew the copies that this thread has saved, unless the tensor has a newer version."""
         copies, self._copies.of = self._copies.of, []
         for tensor, version, saved in copies:
             if tensor._version == version:

@@ -44,7 +44,7 @@ class Turns(Protocol):
         """
 
     def done(self, number: int) -> None:
-        """This number has had its turn, or does not need it; said twice, it counts once."""
+        """Note that this number has had its turn, or needs none; a second call has no effect."""
 
 
 class LocalTurns:

@@ -140,11 +140,11 @@ class Twins:
     # -- what is in it ------------------------------------------------------------------------
 
     def refresh(self, all_of_it: bool) -> None:
-        """Let twins be what the originals are by now; called by the worker that runs them.
+        """Bring the twins up to date with the originals; called by the worker that runs the twins.
 
         Args:
-            all_of_it: whether to copy also what has not changed as far as its version shows;
-                `.data` can be written behind that.
+            all_of_it: whether to copy tensors even if their versions and addresses are the same: a
+                write to `.data` does not increase the version.
         """
         with self._lock:
             before, self._tensors = self._tensors, {}

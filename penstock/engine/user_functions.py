@@ -128,12 +128,12 @@ class LeftAttributes:
 
 
 def check_reads(what: str, function: object, left: LeftAttributes) -> None:
-    """Raise if a function reads what a forward leaves where it is not the micro-batch's own.
+    """Raise if a function reads an attribute that may hold the value of another micro-batch.
 
     Args:
         what: what the function is, in words.
         function: the user's.
-        left: what there is.
+        left: the attributes that forwards leave.
 
     Raises:
         InputError: it does, by all appearances.

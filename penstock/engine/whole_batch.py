@@ -88,14 +88,14 @@ class WholeObjective:
     """What a step makes of the result of a whole batch.
 
     Args:
-        objective: what is asked for.
-        loss_fn: its loss function.
+        objective: the arguments of the step.
+        loss_fn: the loss function among them.
 
     Attributes:
-        objective: with the user's own function.
+        objective: these arguments, with the user's own function as `loss_fn`.
 
     Raises:
-        InputError: it asks for something that has no meaning here.
+        InputError: `weight` or `outputs` has a value that has no meaning for a whole batch.
     """
 
     def __init__(self, objective: Objective, loss_fn: WholeBatch) -> None:

@@ -41,8 +41,8 @@ class Tokens(NamedTuple):
     """New tokens of a group of sequences.
 
     Attributes:
-        rows: the sequences, by their numbers in the batch.
-            One is there as often as it is generated: `num_return_sequences` times.
+        rows: the numbers of the sequences in the batch. With `num_return_sequences`, each number
+            is there so many times, one after another.
         tokens: an int64 tensor with one token for each of these rows; of a sequence that has ended
             before, the padding token.
     """
@@ -328,9 +328,12 @@ class Generator:
         return [one for one in self._running if one.under_way is not None]
 
     def _begin_again(self, those: Sequence[_Running], failed: _Running | None = None) -> None:
-        """Begin these again, whose passes or states were lost with one that has failed.
+        """Begin these again, as their passes or states were lost when a pass failed.
 
-        That one alone is a time nearer to the end of its chances, if it is among them.
+        Args:
+            those: the jobs.
+            failed: the one whose pass failed. If it is among them, this counts as one more of its
+                `_MOST_BEGINNINGS`; for the others it does not count.
         """
         for one in those:
             self._running.remove(one)

@@ -49,8 +49,8 @@ def prompts_of(
     """A list of prompts of any lengths, each a group of its own.
 
     Args:
-        args, kwargs: as of the model's `generate`; of tensors with one entry for each prompt, each
-            group gets its own, and of everything else all.
+        args, kwargs: as of the model's `generate`. Tensors with one entry for each prompt are
+            split, everything else is given to each group.
         whole: the names of settings, which are never split.
 
     Raises:
@@ -101,11 +101,11 @@ def check_apart(groups: Sequence[Group]) -> None:
 
 
 def with_own_numbers(group: Group, repeats: int) -> Group:
-    """A group whose functions are told the numbers that its sequences have in the batch.
+    """A group whose `prefix_allowed_tokens_fn` gets the numbers of sequences in the batch.
 
     Args:
-        group: as it is given.
-        repeats: how often each sequence is among those that functions are told of.
+        group: with the function of the user, which `generate` calls with numbers in the group.
+        repeats: how many of these numbers each sequence has.
     """
     allowed = group.kwargs.get("prefix_allowed_tokens_fn")
     if allowed is None or not group.rows[0]:
@@ -142,11 +142,12 @@ def groups_of(
         args, kwargs: as of the model's `generate`; tensors with one entry for each sequence are
             split, everything else is given to each group.
         size: how many sequences a group has; `None` for `most` groups of about the same size.
-        most: see above.
+        most: the number of groups without `size`; fewer if there are fewer sequences.
         whole: the names of settings, which are never split.
 
     Raises:
-        InputError: no argument has rows, or of one it is not known which are whose.
+        InputError: no argument has rows, or it is not known which entries of an argument belong to
+            which sequence.
     """
     own_kwargs = {name: v for name, v in kwargs.items() if name not in whole}
     tensors = [v for v in (*args, *own_kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim]

@@ -135,7 +135,7 @@ class Script:
             try:
                 raise error
             finally:
-                del error  # likewise
+                del error  # or it and its traceback would keep each other
         return answer
 
     def _run(self) -> None:

@@ -34,7 +34,8 @@ def stand_in(
     Args:
         model: is not changed.
         forward: in place of the model's.
-        called: is told the name of every direct part that is called, or part of a list of such.
+        called: is called with the name of every child that is called, also of children in a
+            `ModuleList` or `ModuleDict`.
     """
     copy: nn.Module = object.__new__(type(model))
     vars(copy).update(vars(model), _modules=_noting(model, "", called))

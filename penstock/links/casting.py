@@ -11,10 +11,10 @@ from penstock.links.link import Gradients, Roots, Values, edges
 
 
 class Cast:
-    """Between two stages: what is wider than `dtype` is rounded to it on its way, and back.
+    """A link whose values travel rounded to `dtype`, if they are wider, and are cast back there.
 
-    So are the gradients, on their way back. Whatever carries them has half of the bytes to carry,
-    and the stages compute in the precision that they would have without.
+    Gradients travel back in the same way. The link has fewer bytes to carry, half for float32, and
+    the stages compute in the precision that they would have without it.
 
     Args:
         link: the sink of the earlier stage, or the source of the later one, or both.
@@ -44,9 +44,10 @@ class Cast:
 
 
 def cast_down(values: Sequence[Any], dtype: torch.dtype) -> Values:
-    """The values as they travel, and for each an empty tensor of its own dtype if that is another.
+    """The values as they travel, then a mark for each: an empty tensor of its original dtype.
 
-    Nothing else tells the receiver: under autocast the same value may come in another dtype.
+    The mark is `None` for a value that is not cast. The receiver cannot know the dtype otherwise:
+    under autocast, the same value may come in different dtypes.
     """
     wide = [
         isinstance(v, torch.Tensor) and v.is_floating_point() and v.dtype.itemsize > dtype.itemsize

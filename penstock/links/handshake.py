@@ -11,8 +11,8 @@ Either side proves that it knows the secret, without saying it, before anything 
                                           <--     nonce, numbers, HMAC("caller", all of these)
     HMAC("listener", all of these)        -->
 
-All of that has a fixed size. Any number of strangers may be silent meanwhile; whoever listens waits
-for all at once.
+All of these messages have a fixed size. Whoever listens waits for all callers at once, so silent
+ones hold up no other; with more than 256 of them, the one that came first is turned away.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Address(NamedTuple):
 
 
 def this_machine() -> str:
-    """What two processes have in common that can hand each other file descriptors.
+    """A text that is the same in processes which can hand each other file descriptors.
 
-    The user is part of it: on a Unix socket, nobody listens to others.
+    The user is part of it, as processes of other users are turned away on a Unix socket.
     """
     user = os.geteuid()
     try:

@@ -63,7 +63,8 @@ def unpack(data: bytes, tensors: Sequence[torch.Tensor], to: DeviceFor | None = 
     Args:
         data: the bytes.
         tensors: on the CPU, as they have travelled.
-        to: where those go that were on another device, by that; they stay if it is left out.
+        to: where tensors go that were on another device, by that device; without it they stay on
+            the CPU.
     """
     return _Unpacker(io.BytesIO(data), tensors.__getitem__, to).load()
 

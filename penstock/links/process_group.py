@@ -1,11 +1,11 @@
 """The link between two machines: `torch.distributed` point to point, one message for a boundary.
 
-The values of a boundary are packed into one buffer, laid out as in a shared-memory slot, and sent
-as it is; the receiver works on what it has received in place. The size of the next message is
-agreed ahead: with each one the sender says how large the next will be, which it knows from the
-sizes of the inputs once it has sent one of that kind. So the receive is posted before the sender
-has computed anything, and nothing has to be read first to know what comes. A message that turns out
-smaller is padded; of a larger one the rest follows as a second message.
+The values of a boundary are packed into one buffer, laid out as in a shared-memory slot, which is
+sent as one message; the receiver works on the buffer in place. With each message the sender
+announces the size of the next one, which it knows from the sizes of the inputs once it has sent a
+message of that kind. So the receive is posted before the sender has computed anything, and nothing
+has to be read first to learn the size. A message that turns out smaller than announced is padded;
+if it is larger, the rest follows as a second message.
 
 Beside the process group there is a socket, on which a signal of a few bytes goes with every
 message. That is what the receiver waits for, together with the sockets on which a failure is
@@ -118,9 +118,11 @@ class GroupEnd:
         self._posted: tuple[torch.Tensor, Any] | None = None
 
     def expect(self, kinds: Sequence[Hashable]) -> None:
-        """Of which kind the next messages to be sent are; those of one kind mostly have one size.
+        """Set the kinds of the next messages to be sent, by which their sizes are predicted.
 
-        After the last one, it is taken that they come again from the first.
+        Args:
+            kinds: one for each message, in order; begins again after the last. Messages of one
+                kind mostly have the same size.
         """
         self._coming, self._at = kinds, 0
 
@@ -155,7 +157,7 @@ class GroupEnd:
             self._under_way.append([])
 
     def _next_size(self, size: int) -> int:
-        """The size of the message after this one, of `size` bytes; 0 if that is not known."""
+        """Note that this message has `size` bytes; returns the next one's size, 0 if unknown."""
         self._sizes[self._coming[self._at]] = size
         self._at = (self._at + 1) % len(self._coming)
         return self._sizes.get(self._coming[self._at], 0)
@@ -243,7 +245,7 @@ class GroupEnd:
         return tuple(values)
 
     def _content(self, size: int) -> torch.Tensor:
-        """So many bytes: those that were awaited, and what did not fit in."""
+        """A buffer with a message of `size` bytes, from one or two receives; it may be longer."""
         found, self._posted = self._posted, None
         if found is not None:
             self._finished(found[1])

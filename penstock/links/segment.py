@@ -209,10 +209,10 @@ def fill(memory: torch.Tensor, tensor: torch.Tensor) -> None:
 def place_of(tensor: torch.Tensor, start: int) -> TensorPlace:
     """A place for a tensor behind byte `start`, where kernels compute the same bits with it.
 
-    It has the strides of the original, even where most of the memory between its elements is not
-    used, as with the queries in a projection of queries, keys and values: kernels choose their way
-    by strides. So it takes as much as what it is a view of, at most. And it begins as far
-    behind a multiple of 64 bytes.
+    The place has the strides of the tensor, as libraries choose kernels by strides. So it may
+    contain gaps, as with the queries in a projection of queries, keys and values, but it is no
+    larger than the storage of which the tensor is a view. For a tensor on the CPU, it begins as far
+    behind a multiple of 64 bytes; for one on another device, `shift` says how far behind 256.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     is_here = tensor.device.type == "cpu"
@@ -223,7 +223,7 @@ def place_of(tensor: torch.Tensor, start: int) -> TensorPlace:
 
 
 def shift_of(tensor: torch.Tensor) -> int:
-    """The bytes by which a tensor is behind what kernels are chosen by, on its device."""
+    """The bytes from an alignment, 64 on CPUs and 256 elsewhere, to the beginning of a tensor."""
     alignment = ALIGNMENT if tensor.device.type == "cpu" else DEVICE_ALIGNMENT
     shift = tensor.data_ptr() % alignment
     return 0 if shift % tensor.dtype.itemsize else shift

@@ -134,14 +134,14 @@ class Lender:
         return Loan(self, lent, segment)
 
     def sent(self, lent: Lent, segment: Segment | None) -> None:
-        """Note that the other process knows of it: what was not sent is not known there."""
+        """Note that a loan was sent, so that the other process has its layout and its slot."""
         self._announced.add(lent.layout)
         if segment is not None:
             segment.close()  # of its file descriptor
             self._sent.add(lent.slot)
 
     def not_sent(self, segment: Segment | None) -> None:
-        """Have a slot again, unless the other process may know of it."""
+        """Free the slot of a loan that was not sent, unless a part of the message was."""
         if segment is not None and not self._wire.busy:
             segment.free()
 

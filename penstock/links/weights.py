@@ -22,9 +22,10 @@ class Named(NamedTuple):
 class Weights:
     """The weights that the processes at both ends of a link have, by numbers of the driver.
 
-    A tied weight is one: the stage that reads it first has it, and it goes to a later one with
-    every micro-batch. Whatever lies at its address is named, also what a call has made of it
-    without a copy; so each link knows only those that cross it.
+    Such as tied weights: the stage that reads one first sends it to a later stage with every
+    micro-batch. A value is recognized as a weight by its address, shape, strides and dtype, so a
+    view that a call has made of the whole weight is, too. So each link knows only the weights that
+    cross it.
     """
 
     def __init__(self) -> None:

@@ -239,10 +239,14 @@ def polling(*fds: int, out: int | None = None) -> select.poll:
 def spin(
     poller: select.poll, timeout: float | None, seconds: float = SPIN
 ) -> list[tuple[int, int]]:
-    """What is ready; nothing after `timeout` seconds.
+    """The events that are ready, as `select.poll` gives them; none if the time is over.
 
-    It is looked for without sleep for some `seconds`, since to be woken up takes as long as many
-    waits. Where there are more workers than cores that would keep others from working.
+    Args:
+        poller: polls the file descriptors.
+        timeout: seconds to sleep at most, after the spinning; `None` for no limit.
+        seconds: how long to look again and again before the thread sleeps, as waking up takes as
+            long as many a wait. Use 0 where there are more workers than cores: spinning would keep
+            others from working.
     """
     stop = time.perf_counter() + seconds
     while time.perf_counter() < stop:

@@ -1,4 +1,4 @@
-"""What plans are compared with that were not asked for, or cannot be run: one device, replicas."""
+"""What plans are compared with, whether it is possible and requested or not."""
 
 from __future__ import annotations
 
@@ -177,10 +177,11 @@ def chain_seconds(size: float, replicas: int, share: int, link: Link, adding: fl
 def gathering_seconds(
     size: float, replicas: int, share: int, link: Link, adding: float, seconds: float
 ) -> float:
-    """Seconds that a step takes longer as gradients are added on the first replica's device.
+    """Seconds by which a step is longer because gradients are added on the first replica's device.
 
-    Each of the others sends the gradients of every micro-batch there. The last ones of all come
-    after the backwards, at the same time; those before them travel meanwhile, if there is time.
+    Every other replica sends the gradients of each of its micro-batches there. Those of the last
+    micro-batches arrive after the backwards, all at the same time. Earlier ones travel during the
+    passes, as far as there is time.
 
     Args:
         size: bytes of gradients of a micro-batch.

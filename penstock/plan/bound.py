@@ -131,10 +131,10 @@ def schedule_bound(
 
 
 class _Leg(NamedTuple):
-    """An action of the first micro-batch that could come through alone, as its worker sees it.
+    """An action of a micro-batch that passes through the pipeline without any other.
 
-    `start` and `end` are seconds since the step began; `work_before` and `work_through` are the
-    seconds of work for it on the same worker, without and with this action.
+    `start` and `end` are seconds since the step began. `work_before` and `work_through` are the
+    seconds that its worker has spent on this micro-batch before the action and after it.
     """
 
     start: float
@@ -145,16 +145,16 @@ class _Leg(NamedTuple):
 
 @dataclass(frozen=True)
 class _Path:
-    """A micro-batch's way there and back, and how long it takes to every stage.
+    """The path of a micro-batch through all stages and back, with its times in seconds.
 
     Attributes:
-        forward: the seconds of every forward.
-        backward: of every backward, or of its input half.
-        weight: of every weight half; zeros where backwards are whole.
-        wire: how long every hop occupies its link.
-        head: from the start of the step to the start of the first forward.
-        tail: from the end of the last backward to the end of the last backward of stage 0.
-        whole: one pass through everything.
+        forward: `forward[s]`, of the forward of stage `s`.
+        backward: `backward[s]`, of its backward, or of the input half.
+        weight: `weight[s]`, of its weight half; 0 where backwards are whole.
+        wire: `wire[s]`, for which a transfer from stage `s` to `s+1` occupies the link.
+        head: `head[s]`, from the start of the step to the start of the first forward of `s`.
+        tail: `tail[s]`, from the end of a backward of `s` to the end of that of stage 0.
+        whole: of one micro-batch through the whole path, without weight halves.
     """
 
     forward: Sequence[float]
@@ -184,7 +184,7 @@ class _Path:
         return self.whole - self.head[stage] - self.tail[stage] - own
 
     def worker_bound(self, own: Sequence[int], count: int) -> float:
-        """The bound of the worker with these stages, with no regard for weight halves but one."""
+        """The bound of the worker with these stages; only one weight half, of stage 0, counts."""
         first = own[0]
         if len(own) == 1:
             busy = self._alone(first, count)

@@ -129,7 +129,10 @@ class Option:
 
     @cached_property
     def bound(self) -> float:
-        """Over all cuts for one whole backward per stage and worker, else for these stages."""
+        """The least seconds that a step can take.
+
+        With any cuts, if every worker has one stage with whole backwards; otherwise with these.
+        """
         layout = self.layout
         if self.splits_backward or len(self.stretches) != self.num_workers:
             costs = layout.costs(self.stretches, min(layout.rows))
@@ -145,7 +148,7 @@ class Option:
         return found.objective
 
     def candidate(self, chosen: Option) -> Candidate:
-        """What a plan says of it, in which `chosen` was chosen."""
+        """This option as it is listed in the plan for which `chosen` was chosen."""
         excess = self.seconds / chosen.seconds - 1
         slower = f"{excess:.1%} slower" if excess > 0 else "as fast, but holds or launches more"
         return Candidate(
@@ -213,19 +216,26 @@ def cutter_for(
     recompute: str | tuple[Span, ...],
     only: Sequence[int] | None = None,
 ) -> Cutter:
-    """What cuts a layout for a schedule; the arguments are those of `Cutter`."""
+    """The `Cutter` of a layout for a schedule.
+
+    Args:
+        layout, memory, recompute, only: as of `Cutter`.
+        name: the name of the schedule.
+        stages: the number of stages.
+    """
     workers = len(layout.profile.devices)
     flying = in_flight(name, stages, layout.count, workers)
     return Cutter(layout, placement_of(name, stages, workers), flying, memory, recompute, only)
 
 
 def fastest(cutter: Cutter, name: str, beat: float = math.inf) -> Option:
-    """The exact partitions that weigh filling and draining differently; the fastest simulated.
+    """The fastest of several exact partitions, which weigh filling and draining differently.
 
     Args:
-        cutter: what makes them.
-        name: of the schedule.
-        beat: if the first partition takes much longer than this, there is no other.
+        cutter: makes the partitions.
+        name: the name of the schedule by which they are simulated.
+        beat: seconds of a step. No further partition is tried if those so far all take more than
+            `UNLIKELY` times as long.
 
     Raises:
         CapacityError: nothing fits the memory.

@@ -9,7 +9,7 @@ from penstock.schedule import SCHEDULES
 
 
 def mistakes(plan: Decisions) -> Iterator[str]:
-    """What somebody may have got wrong who wrote to a plan's file by hand, a text for each."""
+    """The mistakes in a plan, whose file may have been edited by hand: one text for each."""
     if plan.schedule not in SCHEDULES:
         yield f"schedule={plan.schedule!r} is unknown; there are {', '.join(SCHEDULES)}"
         return

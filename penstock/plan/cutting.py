@@ -29,7 +29,7 @@ class Cutter:
         in_flight: how many micro-batches every stage holds at once.
         memory: what may be held.
         recompute: one of `RECOMPUTE`, or the spans of calls that are recomputed, in order.
-        only: the cuts that there are to be; by default any that are allowed.
+        only: the positions at which cuts are allowed; by default all that the layout allows.
     """
 
     def __init__(

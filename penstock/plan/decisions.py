@@ -97,9 +97,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         way: `"pipeline"` (stages, with or without replicas), `"one device"`, or `"data parallel"`:
             a replica of the whole model on every device.
-        schedule: its name; empty for what is only compared with.
-        num_microbatches: of every replica.
-        predicted_step_seconds: `None` if it does not fit the memory.
+        schedule: its name; empty for replicas of the whole model or one device that are only
+            compared with, and for inference.
+        num_microbatches: the number of micro-batches of a batch, of all replicas together.
+        predicted_step_seconds: seconds of a step; `None` if it does not fit the memory.
         replicas: the number of replicas of the model.
         stages: the number of stages of every replica.
         threads: intra-op threads of each CPU worker; 0 where it is not known.
@@ -140,12 +141,12 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         num_microbatches: the number of micro-batches of a batch.
         schedule: the name of the schedule.
         stages: the stages, in order.
-        predicted_step_seconds: of one `train_step`, without the optimizer: simulated, and what a
-            pass takes besides its actions. In a plan for inference from one batch to the next, in a
-            steady flow.
+        predicted_step_seconds: of one `train_step` without the optimizer: the simulated seconds of
+            its actions, and `pass_seconds`. In a plan for inference, the seconds from one batch to
+            the next in a steady flow.
         bound_seconds: a lower bound for every schedule with this number of micro-batches on these
-            devices (`penstock.plan.bound`); with one stage per device for any cuts, otherwise for
-            the cuts of this plan.
+            devices (`penstock.plan.bound`). It holds for any cuts if every device has one stage
+            with whole backwards, otherwise for the cuts of this plan.
         one_device_seconds: predicted for one device alone; `None` if the model does not fit its
             memory.
         data_parallel_seconds: predicted for a replica of the model on every device, each with a
@@ -169,7 +170,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         way_seconds: of a plan for inference: how long one batch takes alone, from the first stage
             to the last.
         in_flight: of a plan for inference: for how many groups of sequences, of all replicas
-            together, there is room for states; 0 in plans of before that was said.
+            together, there is room for states; 0 in older plans, which do not say (see `groups`).
         version: of the file format.
     """
 

@@ -254,9 +254,10 @@ def _likely(search: _Search, split: bool) -> Iterator[Rules]:
 
 
 def _lead(search: _Search, depth: float, split: bool) -> tuple[int, ...]:
-    """How far ahead every stage is to be so that gradients are back in time, `depth` times over.
+    """For every stage, how many micro-batches it runs ahead so that gradients are back in time.
 
-    That is as many micro-batches as the slowest worker finishes in a stage's round trip.
+    One more than the slowest worker finishes in `depth` round trips from the stage to the last one
+    and back; at most what the stage can hold.
     """
     costs = search.costs
     stages = range(costs.num_stages)

@@ -192,10 +192,10 @@ def _flows(
     request: Request,
     errors: list[PlanError],
 ) -> list[Flow]:
-    """The best stages of every case that has some; to `errors` comes why others have none.
+    """The best stages of every case that has some; the errors of the others are added to `errors`.
 
-    Cases of several stages that memory would have to be looked at for are left out if even without
-    any limit they are slower than what was found.
+    A case whose best stages do not fit the memory is left out if even these, without any limit, are
+    slower than the best that was found.
     """
     searches: list[_Search] = []
     for case in cases:

@@ -100,7 +100,8 @@ class Layout:
     Attributes:
         rows: of every micro-batch.
         seconds: (workers, calls); forward and backward of a mean micro-batch.
-        partitions: the best cuts that were found, if memory is no matter.
+        partitions: the best cuts without a memory limit that were found so far, by placement,
+            weight of filling and allowed positions.
     """
 
     def __init__(self, profile: Profile, count: int, rows: Sequence[int] | None = None) -> None:
@@ -239,7 +240,10 @@ class Layout:
         return self.count * max(work) * (1 - 1e-9)  # rounding may have left more
 
     def simulated(self, simulator: Simulator, stretches: Sequence[Stretch]) -> float:
-        """The predicted seconds of a step, with every micro-batch at its own number of rows."""
+        """The simulated seconds of a step's actions, each micro-batch with its own number of rows.
+
+        What a pass takes besides its actions is not included.
+        """
         by_rows = {rows: self.costs(stretches, rows) for rows in self._by_rows}
         of = [by_rows[rows].by_kind for rows in self.rows]
         durations = [of[k][kind][stage] for kind, stage, k in simulator.actions]

@@ -1,8 +1,8 @@
 """The best contiguous partition of a list of calls over devices, in a given or in any order.
 
 Exact, for unequal devices, memory caps, link costs, forbidden cuts and several variants of every
-stage; `penstock.plan.solver` says how. For devices of which many are alike only matters how many of
-each kind come before a stage, not which. These counts are then the nodes of the problem, so the
+stage; `penstock.plan.solver` says how. If many devices are alike, only how many of each kind come
+before a stage matters, not which. These counts are then the nodes of the problem, so the
 sweep that is exact for one order is exact over all of them, at the cost of `(count + 1)` multiplied
 over the kinds instead of `p + 1`.
 """
@@ -34,7 +34,7 @@ from penstock.plan.solver import TOLERANCE, least_limit, lightest_route
 from penstock.units import show_bytes
 
 _DROWNING = 100.0
-"""What takes so many times as long as a hopeless call takes digits from the others."""
+"""If a call takes this many times as long as a hopeless one, it is clipped to keep sums precise."""
 
 _MOST_NODES = 4096
 """How many ways to have used the devices are looked at; that many of three kinds take seconds."""
@@ -81,10 +81,10 @@ class Shortfall:
 class CapacityError(PlanError):
     """The program does not fit the memory of the devices, however it is cut.
 
-    By how much is found out when it is asked for, as planning tries much that does not fit.
+    The shortfall is computed only when it is read, as planning tries much that does not fit.
 
     Args:
-        find: what finds the shortfall.
+        find: computes the shortfall.
     """
 
     def __init__(self, find: Callable[[], Shortfall]) -> None:

@@ -104,7 +104,8 @@ class Terms:
     """What a partition is asked for, besides the costs of calls: checked.
 
     Attributes:
-        hop: (p, n + 1); elapsed time that crossing a boundary after stage `s` adds.
+        hop: (p, n + 1); what crossing a boundary after stage `s` adds to the elapsed time: its
+            latency there and back, weighted by `fill`.
         usable: (n + 1); a cut may lie here.
         tie: (n + 1); what a cut here adds to the sum that decides between equals.
         num_microbatches: `m`.
@@ -228,7 +229,14 @@ class DeviceCosts:
 
     @classmethod
     def of(cls, seconds: Floats, memory: Floats, entry: Floats, cap: float) -> DeviceCosts:
-        """The calls' seconds and memory, what entering costs, and what there is."""
+        """Sum up the costs of one variant on one device.
+
+        Args:
+            seconds: (n,); the seconds of every call.
+            memory: (n,); the bytes that every call holds.
+            entry: (n + 1); the bytes that a stage holds besides because it begins with call `k`.
+            cap: the bytes that the device has.
+        """
         until, held = _until(seconds), _until(memory)
         reach = np.searchsorted(held, held + (cap - entry), side="right") - 1
         furthest = np.maximum(reach, np.arange(len(held)))

@@ -193,7 +193,8 @@ class _Division:
         self.parts = parts
         self.different = list(dict.fromkeys(parts))
         self.are_alike = len(self.different) == 1
-        # In one process those of several workers could wait for each other's turns for ever.
+        # In one process, replicas of several workers each could deadlock with unequal shares:
+        # each waits for the other's turn to add gradients.
         must_be_even = sharing.sums != "chained" and len(parts[0]) > 1
         self.are_even = self.are_alike or must_be_even
         seconds = Layout(profile, 1).seconds.sum(axis=1)
@@ -377,7 +378,14 @@ class _Division:
             yield self.profile.link(one, other)
 
     def _candidate(self, found: Candidate, factor: float, most: int, part: float) -> Candidate:
-        """A pipeline of one replica as one of all."""
+        """A candidate for one replica as a candidate for all replicas.
+
+        Args:
+            found: the candidate for one replica.
+            factor: how many times as long a step takes for all replicas.
+            most: the largest number of micro-batches of a batch.
+            part: the share of the micro-batches that the one replica runs.
+        """
         seconds = found.predicted_step_seconds
         return replace_fields(
             found,
@@ -394,7 +402,7 @@ def _whole(share: float) -> int:
 
 
 def _shared(options: Sequence[Option], total: int) -> tuple[int, ...]:
-    """How many micro-batches every replica runs, so that the last to end ends early.
+    """How many micro-batches every replica runs, so that the last one to finish does so early.
 
     Args:
         options: of every replica, its stages with one micro-batch.

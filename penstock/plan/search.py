@@ -42,9 +42,9 @@ def plan(
 
     Args:
         profile: measured costs.
-        num_microbatches, schedule, cuts, recompute, memory_limit: as in
+        num_microbatches, schedule, cuts, recompute, memory_limit, optimizer_state,
+            stages_per_worker, any_order, replicas, inference, in_flight: as in
             `penstock.plan.request.Request`.
-        optimizer_state, stages_per_worker, any_order, replicas, inference, in_flight: likewise.
 
     Returns:
         the plan, with its predicted step time and the bound.
@@ -94,8 +94,8 @@ def plans_on_any(
     """The best few plans on the devices of any of these profiles, of one program, as `plans`.
 
     Args:
-        profiles: for other numbers of workers, with other numbers of intra-op threads, which share
-            the same cores.
+        profiles: for different numbers of workers that share the same cores, and so have different
+            numbers of intra-op threads.
         request, most, limits: as of `plans`.
 
     Raises:
@@ -216,7 +216,10 @@ def _compared(found: Sequence[Plan], fewer: Sequence[Plan], most: int) -> list[P
 
 
 def _compared_with(found: Candidate, best: Plan) -> Candidate:
-    """A candidate that was compared with those of its own kind, among all."""
+    """A candidate, with a finding that compares it with the best plan of all kinds.
+
+    Its finding so far compares it with candidates of its own kind only.
+    """
     seconds, chosen = found.predicted_step_seconds, best.predicted_step_seconds
     if seconds is None:
         return found

@@ -9,10 +9,10 @@ Exact, in `O(n log n)` per step, variant and probe:
 2. Every limit between two neighbouring values of the objective gives the same pass, so a
    bisection that jumps to those values ends at the optimum itself (`least_limit`). Values that
    lie beyond what memory allows are no such values: no limit makes them possible.
-3. A stage that began no earlier than its calls could be done anywhere, and filled to the limit,
-   goes no further back than to some position. What a chain of these cannot reach from the end
-   can be left out (`_earliest`), and a limit for which it does not reach the beginning cannot be
-   met.
+3. A stage begins no earlier than the calls before it can be done on their fastest devices. Even
+   if it begins then, and is filled to the limit, it reaches back from its end only to some
+   position. Positions that a chain of such stages from the end does not reach are left out
+   (`_earliest`), and a limit for which it does not reach the beginning cannot be met.
 4. Among the partitions that meet the optimum a best-first search from the end finds the one of
    the smallest boundaries (`lightest_route`).
 """
@@ -42,7 +42,7 @@ class _Sweep:
 
     elapsed: Floats  # (nodes, n + 1): the smallest of every state, inf where there is none
     accepted: float  # the largest value of the objective that was met and is within the limit
-    rejected: float  # the smallest one that was met, fits the memory, and is not
+    rejected: float  # the smallest value that was met, fits the memory, and exceeds the limit
 
     @property
     def feasible(self) -> bool:

@@ -94,8 +94,10 @@ def plans_of_stages(
 
 
 def orders_of(profile: Profile, request: Request) -> list[tuple[str, ...]]:
-    """Orders of the devices, the given one first: all if they are few, or else those that the
-    exact partition over orders finds best for some number of micro-batches, memory apart.
+    """Orders of the devices that are tried, the given one first.
+
+    These are all orders of a few devices. Of more devices, they are those that the exact partition
+    over orders finds best for some number of micro-batches, without regard to memory.
     """
     if len(profile.devices) <= _FEW:
         every = dict.fromkeys(permutations(profile.devices))
@@ -138,10 +140,10 @@ class _Case(NamedTuple):
 
     @property
     def least_seconds(self) -> float:
-        """A step hardly takes less, with whichever cuts.
+        """About the least seconds that a step can take, with any cuts.
 
-        No worker is done before its part of the work, if calls could be divided at will, and none
-        before the longest calls between two places to cut. With one whole backward a stage, stages
+        The work is divided as if calls could be split at will, and some worker runs the longest
+        calls between two places to cut. If every worker has one stage with whole backwards, stages
         also wait for those before them (see `step_bound`).
         """
         layout, count = self.layout, self.layout.count
@@ -287,7 +289,7 @@ class StageSearch:
         return min(self.beat, nth_smallest([option.seconds for option in options], most))
 
     def _may_spend(self, effort: float) -> bool:
-        """Whether there is time for something else."""
+        """Whether this much effort is left, in simulated actions; if so, it is used up."""
         may = effort <= self.effort
         self.effort -= effort if may else 0.0
         return may
@@ -404,7 +406,7 @@ class StageSearch:
 
 
 def nth_smallest(seconds: Sequence[float], number: int) -> float:
-    """The seconds of this place, counted from 1; infinite if there are not so many."""
+    """The `number`-th smallest of these seconds, from 1; infinite if there are fewer."""
     return sorted(seconds)[number - 1] if len(seconds) >= number else math.inf
 
 
@@ -453,6 +455,10 @@ def microbatch_counts(profile: Profile, wanted: int | Auto) -> list[int]:
 
 
 def _measured_sizes(profile: Profile) -> set[int]:
-    """On every device. Kernels work in blocks: a size between two of them may cost far more."""
+    """The micro-batch sizes that were measured on every device, up to the batch size.
+
+    Others are not considered, as kernels work in blocks: a size between two measured ones may cost
+    far more.
+    """
     sizes = [set(profile.on(device).rows) for device in profile.devices]
     return {rows for rows in set.intersection(*sizes) if rows <= profile.batch_size}

@@ -231,7 +231,7 @@ def flow(plan: Decisions) -> list[str]:
     """A line per worker of a plan for inference, a cell per unit of time: which batch is where.
 
     A cell is `F` and the number of the batch, with that of the micro-batch after it where there are
-    several: `F2.0`. All forwards take one unit here, and what comes after goes on in this way.
+    several: `F2.0`. Every forward is drawn as one unit of time. Only the first batches are shown.
     """
     stages, has_several = len(plan.stages), plan.num_microbatches > 1
     lines = []

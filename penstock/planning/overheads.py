@@ -1,4 +1,4 @@
-"""What workers need beside calls: measured once on a machine, as what calls take is."""
+"""The times that workers need besides their calls, measured once on a machine and kept."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def with_overheads(
     fresh: bool = False,
     cache: ProfileCache | None = None,
 ) -> Profile:
-    """The profile of calls, with what links, actions and passes take besides.
+    """The profile of calls, with the times of links, actions and passes.
 
-    What links and actions take is measured, unless it was on this machine, between such devices for
-    such workers.
+    The times of links and actions are measured, unless the cache has them for this machine, kind of
+    workers and pairs of devices.
 
     Args:
         profile, devices, where: as of `with_links`.
-        fresh: measure in any case, and keep that.
-        cache: where it is kept; the user's by default.
+        fresh: measure in any case, and replace what is in the cache.
+        cache: where the times are kept; the user's cache by default.
 
     Raises:
         WorkerTimeout: a worker does not answer.

@@ -33,7 +33,7 @@ _CPU = "cpu"
 _TIMEOUT = 60.0
 _WARM_UPS, _PASSES = 3, 11
 _FLOWS, _BATCHES = 5, 20
-_PAUSE = 0.01  # seconds between two: as when others work, what is needed is not in the caches
+_PAUSE = 0.01  # seconds between two passes; the caches then lack what a pass needs, as in training
 
 
 def _ones(*shape: int) -> torch.Tensor:

@@ -40,12 +40,16 @@ PROMPT = 7.0
 """Seconds of a profile that the first step waits for."""
 
 _WORTH = 0.98
-"""Of the time of a step, that a better plan has to take at most: a profile has some noise."""
+"""A plan is better if its step takes less than this share of the time of the plan in use.
+
+A profile has some noise.
+"""
 
 TOGETHER = 1.25
-"""Times as long as one profile that several are measured, one for each number of workers.
+"""How much longer than a single profile several are measured, one for each number of workers.
 
-Each takes more than what it measures, so that in all it is about one and a half times as long.
+This is a factor for the seconds of measuring in all. Each profile also takes time besides them, so
+that together they take about one and a half times as long as one.
 """
 
 
@@ -54,8 +58,9 @@ class Planned(NamedTuple):
 
     Attributes:
         plan: the plan.
-        profile: `None` if the plan was given, or another process has made it.
-        stays: whether it is the plan in use, of which other things may be predicted.
+        profile: `None` if the plan was given, if another process has made it, or if the plan in use
+            stays and the new profile predicts nothing of it.
+        stays: whether it is the plan in use, perhaps with new predictions.
     """
 
     plan: Plan
@@ -73,7 +78,7 @@ def decide_plan(
     tune: bool,
     progress: Progress | None,
 ) -> Planned:
-    """The plan that was given, or that of the file that was named; or a new one, see `plan_for`.
+    """The given plan, or the plan in the given file, or else a new one from `plan_for`.
 
     Where several processes run the script, one of them decides for all.
 
@@ -212,10 +217,9 @@ class Replanning:
 
 
 def better_plan(of: Replanning) -> Planned:
-    """A plan on the same devices that is faster by a new profile.
+    """A plan on the same devices that a new profile predicts to be faster.
 
-    If there is none it is the plan in use, with what the new profile predicts of it, where that is
-    known.
+    If there is none, this is the plan in use, with the new profile's predictions where it has any.
     """
     plan, same, costs = of.plan, of.same, of.costs(fresh=True)
     best = plans_on_any(costs, same, limits=limits_of(of.backend))[0]
@@ -246,7 +250,7 @@ def plan_on_others(of: Replanning) -> Planned:
 
 
 def _planned(plan: Plan, costs: Sequence[Profile]) -> Planned:
-    """A plan, with that of these profiles that was measured for as many workers."""
+    """A plan, with the one of these profiles that was measured for its number of workers."""
     fitting = (own for own in costs if len(own.devices) == len(plan.devices))
     return Planned(plan, next(fitting, costs[0]))
 
@@ -260,8 +264,8 @@ def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> tuple[Plan | N
         costs: the profiles.
 
     Returns:
-        the plan that is found for the same stages and replicas, `None` for one device, which may
-        be laid out otherwise; and the seconds of a step.
+        the plan that is found for the same cuts and replicas, whose layout may still differ from
+        that of the plan in use, or `None` for one device; and the predicted seconds of a step.
     """
     plan, limits = of.plan, limits_of(of.backend)
     if len(plan.devices) == 1:

@@ -45,14 +45,14 @@ def measured(
     rounds: int = _ROUNDS,
     progress: Progress | None = None,
 ) -> list[list[float]]:
-    """The seconds of `train_step`s with every plan, without the optimizer.
+    """The seconds of `train_step`s with every plan, without the optimizer: one list per plan.
 
-    Of plans for inference they are those from one batch to the next in a steady flow, the mean of
-    some batches, one for each round.
+    For plans for inference these are the seconds from one batch to the next in a steady flow: one
+    number for each round, the mean over some batches.
 
-    The plans take turns, so that what disturbs one disturbs all, a few steps each, as memory that
-    another plan has used is slow at first. The model's weights are read, and its gradients,
-    buffers and random numbers are left alone.
+    The plans take turns, so that a disturbance affects all of them. Each turn has a few steps, as
+    memory that another plan has used is slow at first. The model's weights are read, and its
+    gradients, buffers and random numbers are left alone.
 
     Args:
         program: what is run.

@@ -16,22 +16,25 @@ class Agenda:
     """Names the next size, one after the other, and learns from what was measured.
 
     How long a row takes depends on the size of the micro-batch in jumps (matrix and convolution
-    kernels work in blocks), so that only a measured size is a safe choice. First come the sizes
-    of 1, 2, 4, ... micro-batches: the smallest, by which the time for others is estimated, and
-    then, as far as there is time, the one that gives every device one micro-batch, half of it, and
-    so on, because a row takes less time in a larger micro-batch; those that leave devices idle are
-    last. Then come those that split the batch evenly and whose estimate is near the best. What is
-    left of the time goes into measuring sizes a second time, later: something else that was running
-    meanwhile must not decide. Those that took longer than the others let expect come before those
-    that are best.
+    kernels work in blocks), so that only a measured size is a safe choice. As far as there is time,
+    sizes come in this order:
+
+    1. The sizes of 1, 2, 4, ... micro-batches. The smallest is first, by which the time for others
+       is estimated; then the one that gives every device one micro-batch, half of it, and so on,
+       because a row takes less time in a larger micro-batch. Those that leave devices idle are
+       last.
+    2. Measured sizes that took longer than their neighbours suggest, a second time: something else
+       may have been running meanwhile.
+    3. Sizes that split the batch evenly and whose estimate is near the best.
+    4. Measured sizes that are near the best, a second time.
 
     Args:
         batch_size: rows of the batch.
         num_devices: how many stages there will be.
         seconds: to spend; the first two sizes are measured anyway.
         num_microbatches: the only count that matters, or `None`.
-        long: seconds of a forward and backward that are so many that only the whole program is
-            timed, and not every call; but for the first size.
+        long: seconds of a forward and backward. If a size is expected to take longer, only the
+            whole program is timed, and not every call; the first size is timed in full anyway.
     """
 
     def __init__(

@@ -112,14 +112,15 @@ def cached_profiles(
     cache: ProfileCache | None = None,
     fresh: bool = False,
 ) -> tuple[list[Profile], bool]:
-    """Like `profiles`, unless all of them were measured before, in turns.
+    """Like `profiles`, but from the cache if all of them were measured together before.
 
     Args:
         program, args, kwargs, choices, num_microbatches, seconds, inference: as of `profiles`.
-        longer: those that were measured so long do as well, if it is longer.
-        progress: called as the measurement goes on, or once if there is none.
-        cache: where profiles are kept; the user's by default.
-        fresh: measure in any case, and keep that.
+        longer: if this is more than `seconds`, profiles that were measured for this many seconds
+            are taken from the cache as well, and preferred.
+        progress: called as the measurement goes on, or once if nothing is measured.
+        cache: where profiles are kept; the user's cache by default.
+        fresh: measure in any case, and replace what is in the cache.
 
     Returns:
         the profiles, and whether they came from the cache.

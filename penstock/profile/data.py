@@ -41,13 +41,13 @@ ADDED_PER_SECOND = 4e9
 
 
 class CallCosts(NamedTuple):
-    """What every call takes for a micro-batch: (calls,) each.
+    """The seconds that every call takes for a micro-batch, each of shape (calls,).
 
     Attributes:
-        forward: seconds.
+        forward: of the forward.
         backward: of the whole backward.
-        weight: the part of it that can be put off.
-        halving: what halves take longer.
+        weight: of the part of the backward that can be put off.
+        halving: by which the two halves of a backward take longer than the whole one.
     """
 
     forward: Seconds
@@ -73,10 +73,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         contention: `contention[k]`, how many times as long forward and backward take at `rows[k]`
             while all workers of this kind are at work as on one alone, which has the memory and the
             interpreter to itself. Empty means 1.
-        added_per_second: bytes of gradients that are added to others; about one core's by default.
-        launching: seconds in which the CPU launches what the device is to do for a micro-batch; 0
-            for CPUs. They hardly depend on its rows, and are the least of those of all sizes, as
-            the CPU may also wait for the device there.
+        added_per_second: bytes of gradients that a worker adds to others in a second; by default
+            what about one core of a CPU adds.
+        launching: seconds in which the CPU launches the work of one micro-batch on the device; 0
+            for CPUs. They hardly depend on the number of rows. This is the least over all sizes, as
+            the CPU may also wait for the device while it launches.
     """
 
     kind: str
@@ -110,10 +111,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def seconds(self, rows: float) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of every call for a micro-batch of `rows`.
 
-        Launch + rate * rows: between measured sizes those of the two around, below the smallest
-        those of the two smallest. Beyond the largest a row costs what it does there: the slope of
-        two measurements would multiply their noise, and promise a row cheaper than any measured.
-        With a single size, smaller ones take as long.
+        Between two measured sizes, times lie on the line through both; below the smallest, on the
+        line through the two smallest, with neither a negative launch nor a negative rate. Above the
+        largest size, a row costs what it costs there: the slope of two measurements would multiply
+        their noise, and make a row cheaper than any that was measured. If only one size was
+        measured, smaller ones take as long.
         """
         return _at(rows, self.rows, self.forward), _at(rows, self.rows, self.backward)
 
@@ -125,7 +127,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return np.minimum(*parts)
 
     def halving_seconds(self, rows: float) -> Seconds:
-        """The seconds that halves take longer than whole backwards, by call: as weight halves."""
+        """The seconds by which halves take longer than a whole backward, for every call.
+
+        The measured total is divided among calls in proportion to their weight halves.
+        """
         weight = self.weight_seconds(rows)
         if not self.halving:
             return np.zeros(len(weight))
@@ -175,7 +180,8 @@ class Confidence(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         spread: how far repeated measurements lie apart, relative, on the worst kind of device.
-        between: how wrong sizes that were not measured may be, likewise.
+        between: how wrong the times of sizes that were not measured may be, relative, on the worst
+            kind of device.
     """
 
     spread: float
@@ -209,11 +215,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         labels: a readable name for every call.
         weights: bytes of the parameters that each call is the first to use.
         boundary: `boundary[k]`, bytes per row that cross the cut before call `k`, without weights.
-        tied: bytes of the weights that cross every cut, as later calls use them, too: once in a
-            pass. Their gradients come back with every micro-batch. Empty if there are none.
+        tied: bytes of the weights that cross every cut because later calls use them as well. The
+            weights cross it once in a pass, their gradients with every micro-batch. Empty if there
+            are none.
         forbidden: cuts that are not possible, with the reason.
-        travelling: `boundary`, as far as values travel in another precision. Empty means they do
-            not.
+        travelling: like `boundary`, with the bytes that links carry if values are rounded to
+            another dtype for the way. Empty if they are not.
         parameters: how many parameters each call is the first to use. Empty means not known.
         saved: bytes per row that each call is the first to hold for its backward. Empty means not
             measured.
@@ -222,8 +229,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         outputs: bytes per row of the memory that each call's results are the first to occupy.
             Empty means not known.
         overhead_seconds: what a worker needs for an action beside the calls in it.
-        adding_seconds: what a parameter takes longer in every backward of one of several replicas,
-            which add up its gradients in the order of micro-batches.
+        adding_seconds: the seconds that each parameter adds to a backward of one of several
+            replicas, because gradients are added up in the order of micro-batches.
         pass_seconds: what a pass takes besides its actions: a batch is split, handed to the workers
             and put together again, and there is a loss. For inference, the least time from one
             batch of `map` to the next.

@@ -67,14 +67,18 @@ def halving_seconds(device: torch.device) -> float:
 
 
 def launch_and_rate(found: Mapping[int, float], totals: Mapping[int, float]) -> tuple[float, float]:
-    """The launch and the rate, neither negative, that are nearest to what halving cost.
+    """Fit what halving costs as `launch + rate * rows`, with neither of them negative.
 
-    Least squares. As each of one or two costs is the difference of two noisy times, it may be far
-    off or negative, and the longer those times are the more; an error counts relative to them.
+    If the line through the measurements is not possible, one of the two is 0 and the other is found
+    by least squares. A measured cost is the difference of two noisy times, so it may be far off or
+    negative, the more the longer these times are; so errors count relative to `totals`.
 
     Args:
-        found: seconds, by rows.
+        found: the seconds that halving cost, by rows: one or two measurements.
         totals: seconds of forward and backward, by rows.
+
+    Returns:
+        the launch in seconds, and the rate in seconds per row.
     """
     few, many = min(found), max(found)
     if few == many:  # a row costs as much in other sizes
@@ -104,10 +108,10 @@ def weight_share(
     """The part of a backward's time that the gradients of its weights take, from 0 to 1.
 
     Args:
-        results: of a call; their graph is still there, and is let go.
+        results: the results of a call, with their graph, which is kept.
         entering: the values that the call was given.
-        weights: its parameters.
-        device: where it ran.
+        weights: the parameters of the call that get a gradient.
+        device: the device that the call ran on.
     """
     roots = roots_of(results)
     inputs = [v for v in entering if isinstance(v, torch.Tensor) and v.requires_grad]

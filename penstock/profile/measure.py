@@ -40,10 +40,10 @@ SECONDS = 30.0
 
 _QUICK = 0.4  # seconds of a forward and backward that can be repeated often
 _ON_HALVES = 0.2  # of the time, for what halving costs
-_ON_CONTENTION = 0.3  # as long as on a size's passes, on how much workers slow each other down
-_A_SIZE = 1 / 30  # of it, for repeated passes over a size
-_LONG = 2 / 30  # of it: what takes longer is not repeated
-_HALVINGS = 8  # passes over the smallest size that they take at least
+_ON_CONTENTION = 0.3  # of the time of a size's passes, for how workers slow each other down
+_A_SIZE = 1 / 30  # of the time of a profile, for repeated passes over a size
+_LONG = 2 / 30  # of the time of a profile: a size whose passes take longer is not repeated
+_HALVINGS = 8  # passes over the smallest size that measuring what halving costs takes at least
 _NESTS = (
     "There is one replica, as the backward of an autograd Function runs another backward, which "
     "adds to gradients by itself."
@@ -401,10 +401,10 @@ def _halving(
     batch_of: Callable[[int], tuple[list[Any], Sizes]],
     seconds: float,
 ) -> list[float]:
-    """What halving costs at every size: launch + rate * rows, by two that do not take long.
+    """The seconds that halving costs at every size: launch + rate * rows, from two sizes.
 
     These are the smallest, and the largest that can be repeated often. If even the smallest takes
-    too long, it is only what it costs to halve so many calls, however small they are.
+    too long, only the cost of halving this many tiny calls is counted (`halving_seconds`).
     """
     shares = [t.shares for passes in timings.values() for t in passes if t.shares]
     halved = max((sum(map(bool, of_calls)) for of_calls in shares), default=0)

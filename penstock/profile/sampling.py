@@ -37,7 +37,7 @@ class _Sample(NamedTuple):
 
 
 class _Single(NamedTuple):
-    """One call as a module, the values that it takes and gives, and whether these may be leaves."""
+    """One call as a module, its inputs and outputs, and whether made-up inputs may be leaves."""
 
     module: nn.Module
     inputs: tuple[Ref, ...]
@@ -78,7 +78,10 @@ class Sampler:
             self.model.train(not inference)
 
     def passes(self, leaves: Sequence[Any], sizes: Sizes, brief: bool) -> Generator[Timing]:
-        """Time every kind of call, again and again; there is nothing else to be timed."""
+        """Time every kind of call, again and again.
+
+        Without weights the whole program cannot be timed: its times are the sums over the calls.
+        """
         moved, is_first = self._moved(leaves), True
         with torch.set_grad_enabled(not self.inference):
             while True:
@@ -139,7 +142,7 @@ class Sampler:
         return f"{info} {info.requires_grad}" if isinstance(info, TensorInfo) else repr(info)
 
     def _measured(self, number: int, leaves: Sequence[Any], sizes: Sizes, halves: bool) -> _Sample:
-        """Times one call; nothing for one of unknown objects."""
+        """Time one call; zeros for one that reads objects other than tensors."""
         found: list[_Sample] = []
         halves = halves and not self.inference
         with self._alone(number) as single:

@@ -75,7 +75,7 @@ def _shadow(module: nn.Module, device: torch.device, made: dict[int, Any]) -> nn
 
 
 def _rebound(value: partial[Any], device: torch.device, made: dict[int, Any]) -> partial[Any]:
-    """The same function of the shadow's modules, where it is given those of the user."""
+    """The same partial, with the shadow's modules and their methods in place of the user's."""
 
     def own(argument: Any) -> Any:
         if isinstance(argument, MethodType) and isinstance(argument.__self__, nn.Module):

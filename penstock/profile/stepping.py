@@ -42,9 +42,9 @@ class Steps:
 
     Attributes:
         module: the whole program.
-        halving: the same with every backward in halves that can be.
-        deferral: where those leave their weight halves.
-        inputs: the values that it is given.
+        halving: the whole program, with every backward in halves that can be split.
+        deferral: where the backwards of `halving` leave their weight halves.
+        inputs: the values that the program is given.
         calls: the nodes of every call.
         last_used: for every call the nodes whose values no later call needs.
         mutating: the calls that change a value in place.
@@ -159,7 +159,7 @@ class Steps:
 def _severed(value: object, clone: bool) -> Any:
     """The value without its history; a copy where the call will change it in place.
 
-    An object that holds tensors becomes another one, which holds them without theirs.
+    An object that holds tensors is replaced by a new one that holds them without their history.
     """
     if isinstance(value, nn.Parameter):
         return value

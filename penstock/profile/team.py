@@ -44,12 +44,12 @@ T = TypeVar("T")
 
 
 class Team:
-    """As many threads as the device is listed, measuring the same thing at the same time.
+    """Threads that measure the same thing on one kind of device at the same time.
 
     Args:
         program: what is measured.
-        device: where.
-        count: how many threads.
+        device: the device that they use.
+        count: how many threads; one if the model has no weights.
         threads: intra-op threads of each.
         seconds: after which no further pass over a size begins.
         inference: whether forwards alone are measured, in evaluation mode.
@@ -136,9 +136,9 @@ class Team:
     ) -> None:
         """Let every member give one result after the other, all at the same time.
 
-        What forwards change in their modules is put back then, as a model that counts its forwards
-        may not be able to count all of a profile. So is what they change in the user's own: a
-        forward may be a closure that knows it.
+        Afterwards, what forwards have changed in the members' modules is restored: a model that
+        counts its forwards, for example, may refuse as many as a profile needs. What they have
+        changed in the user's model is restored as well, as a forward may be a closure over it.
         """
         end_idle_threads(self.threads)
         with ExitStack() as stack:
@@ -206,7 +206,11 @@ class Team:
 
 
 def _started(work: Callable[[int], None], index: int, is_large: bool) -> threading.Thread:
-    """The thread of a member, with the memory that those of workers have after a while."""
+    """Start the thread of a member.
+
+    If tensors are large, it uses the main heap at once, as the threads of workers do after a few
+    passes.
+    """
     name = f"penstock-profile-{index}"
     thread = start_on_main_heap(work, index, name=name) if is_large else None
     if thread is None:

@@ -60,11 +60,12 @@ def now(device: torch.device) -> float:
 class Stopwatch:
     """Times pieces of work, `with watch: ...`.
 
-    Where work is queued on streams, it takes from when the stream comes to it until it is done, by
-    events. So it is given ahead, as it will be when it runs, and nothing waits before `seconds`.
+    On a device with streams, the time of a piece runs from the moment at which the stream reaches
+    it until it is done, by events. So work is queued ahead, as in a real run, and nothing waits for
+    the device before `seconds`.
 
     Args:
-        device: where the work is. It has done what it was given before, when this begins.
+        device: the device of the work. Creating a stopwatch waits until the device is idle.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -18,8 +18,8 @@ class Check:
     Attributes:
         placement: `placement[s]` is the worker of stage `s`.
         in_flight: `in_flight[s]` is the largest number of micro-batches that stage `s` holds at
-            once, their forward done and their backward, or its weight half, not. It is what
-            decides its memory.
+            once: those whose forward has begun, and whose backward, or its weight half, has not
+            ended. It decides how much memory the stage needs.
         splits_backward: whether a backward comes in halves, `I` and `W`.
     """
 

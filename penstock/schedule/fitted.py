@@ -34,14 +34,14 @@ class Rules:
             done and their backward, or its weight half, not.
         lead: stage `s` prefers forwards until it holds `lead[s]` micro-batches whose gradients it
             has not sent on, and backwards from then on. Weight halves come last.
-        patience: how long a worker waits for something better that is on its way, as a share of
-            the time that what it could start at once would take. With 0 nobody waits who has work.
+        patience: how long a worker waits for a better action that is on its way, as a share of the
+            time of the action that it could start at once. With 0 it never waits if it can start.
         split: whether backwards come in halves.
         deepest_first: whether a worker with several stages prefers the forwards of the later ones,
             or those of the earlier ones.
-        from_the_end: whether the clock runs backwards, from the end of the step to its start. A
-            pipeline that runs backwards is one too, with forwards and backwards exchanged, and
-            what is best for it can be better. Whole backwards only.
+        from_the_end: whether the clock runs backwards, from the end of the step to its start. Seen
+            from its end, a step is that of a pipeline with forwards and backwards exchanged, and
+            rules may give it a better schedule. Only with whole backwards.
 
     Raises:
         ScheduleError: a stage may hold nothing, the lengths differ, or halves from the end.

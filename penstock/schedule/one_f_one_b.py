@@ -13,7 +13,7 @@ With stages of equal work `F + B` and links of one-way latency `c` its step take
     (m + p - 1) (F + B)  +  2c [(p - 1) + (m - 1) - ceil((m - 1) / p)]
 
 so it pays the latency over and over: the warm-up is just deep enough for links that cost nothing.
-The eager variant warms up twice as deep, or as deep as it is told. It holds nearly twice as much,
+The eager variant warms up twice as deep, or as deep as requested. It holds nearly twice as much,
 and in exchange the step pays every link once, `(m + p - 1) (F + B) + 2c (p - 1)`, as long as
 `2c <= F + B`:
 
@@ -49,8 +49,9 @@ def eager_one_f_one_b(
             stage, how many forwards come before its first backward.
 
     Raises:
-        ScheduleError: a stage would start to wait for gradients before it has sent what the next
-            stage needs for the first of them.
+        ScheduleError: `warmup` is negative, does not have one entry per stage, or would deadlock:
+            every stage needs at least one forward before its first backward, and at least as many
+            as the stage after it.
     """
     depths = (
         _depths(num_stages, _checked_factor(warmup))

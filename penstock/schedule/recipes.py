@@ -63,7 +63,7 @@ class Recipe:
     options: tuple[str, ...] = ()
 
     def workers(self, num_stages: int, num_workers: int | None) -> int:
-        """The number of workers, checked, or the natural one for None.
+        """The number of workers, checked; for `None` one per stage, or one per two for `TWO`.
 
         Raises:
             ScheduleError: the stages cannot be shared out like that.

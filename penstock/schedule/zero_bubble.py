@@ -1,8 +1,7 @@
-"""Zero bubble: weight halves fill the time in which others would wait (Qi et al. 2023,
-arXiv:2401.10241).
+"""Zero bubble: weight halves fill the time in which workers would wait.
 
-Both schedules split every backward in `I`, which the stage before waits for, and `W`, which nobody
-waits for.
+(Qi et al. 2023, arXiv:2401.10241.) Both schedules split every backward in `I`, which the stage
+before waits for, and `W`, which nobody waits for.
 
 ZB-H1 is 1F1B whose stage `s` puts its weight halves off by `s` micro-batches. It holds no more than
 1F1B's first stage does, `min(m, p)` micro-batches, everywhere:

@@ -41,7 +41,7 @@ class Work(Protocol):
 
 
 Emit = Callable[[int, Sequence[int], bool], None]
-"""Is told of a job, by its number in the request: the new tokens, and whether it is over."""
+"""Called with the number of a job in its request, its new tokens, and whether it is over."""
 
 
 @dataclass(eq=False)
@@ -153,12 +153,12 @@ class Engine:
         self._inbox.put(_Cancel(ticket))
 
     def stop(self, grace: float) -> None:
-        """Take no more requests, and end when those there are over, or when this time is.
+        """Take no more requests, and end when the present ones are over, or after a time of grace.
 
-        It may be called at any moment, also by a handler of signals.
+        It may be called at any moment, also by a signal handler.
 
         Args:
-            grace: seconds.
+            grace: seconds after which requests that are not over are ended.
         """
         self._inbox.put(_Stop(grace))  # this queue may be put to in the midst of its own methods
 

@@ -53,7 +53,7 @@ class _Started:
 class Predictor:
     """Calls the model, each call one pass, of which several are under way.
 
-    It has the methods of `penstock.generation.generate.Generator`.
+    It implements `penstock.serving.engine.Work`, as `penstock.generation.generate.Generator` does.
 
     Args:
         sessions: of the pipeline.
@@ -155,14 +155,14 @@ class Predictor:
         job.is_over = not any(job is waiting for waiting, _ in self._waiting)
 
     def _taken_back(self) -> list[_Started]:
-        """All that are under way, which are no more."""
+        """Give up all passes that are under way; returns their calls."""
         running, self._running = list(self._running), deque()
         for one in running:
             self._give_up(one)
         return running
 
     def _again(self, those: Sequence[_Started]) -> None:
-        """Begin these again before all others, whose passes were given up with one that failed."""
+        """Put calls whose passes were given up, as one failed, at the head of the queue again."""
         self._waiting.extendleft((one.job, one.begun + 1) for one in reversed(those))
 
     def _give_up(self, one: _Started) -> bool:

@@ -12,7 +12,7 @@ class Refusal(Exception):  # noqa: N818 - most of them are the client's
         status: of HTTP.
         message: what is wrong, why, and what would work.
         param: the field of the request that is at fault, if it is one.
-        code: a name for programs; by default what the status means.
+        code: a name of the error for programs; `None` if it has none.
         retry_after: seconds after which it may be tried again, if that helps.
 
     Attributes:

@@ -140,12 +140,13 @@ class Server:
         return signals[0] if signals else None
 
     def stop(self, grace: float | None = None) -> None:
-        """Take no more requests, and end when those there are over, or when this time is.
+        """Take no more requests, and end when the present ones are over, or after a time of grace.
 
-        It may be called from any thread, and by a handler of signals.
+        It may be called from any thread, and by a signal handler.
 
         Args:
-            grace: seconds; by default those of the settings.
+            grace: seconds after which requests that are not over are ended; by default
+                `Settings.grace`.
         """
         self._http.should_exit = True
         self._engine.stop(self._settings.grace if grace is None else grace)

@@ -26,7 +26,7 @@ class Text:
         self._ends = frozenset(ends)
         self._stop = stop
         self._ids: list[int] = []
-        self._shown = self._read = 0  # positions: of the text that was given, and of what it is
+        self._shown = self._read = 0  # in `_ids`: where decoding begins, and how many were shown
         self._held = ""  # text that may be the beginning of a stop sequence
         self.tokens = 0
         self.stopped = False

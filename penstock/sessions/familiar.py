@@ -157,12 +157,13 @@ class Familiar:
 
 
 class FamiliarResult:
-    """The result of a call whose objects are those that it was given, and are put to use again.
+    """The result of a call, whose objects are arguments of it, so that they can be filled again.
 
     Args:
-        cells: for leaves in objects that differ from call to call where each is, and its number.
-        outer: the numbers of other leaves, and the objects among them.
-        structure: what these are put into.
+        cells: the leaves in such objects that differ from call to call: the container, the key in
+            it, and the number of the leaf in the result.
+        outer: what is outside of such objects: the numbers of leaves, and the objects themselves.
+        structure: of the result, with one leaf for each entry of `outer`.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class Value:
         shape: of the value.
         made: how its sizes depend on those of the inputs of the pass that made it.
         session: the number of the session that it belongs to.
-        living: is called when nobody has it any more.
+        living: notes this value, and when nobody has it any more.
 
     Attributes:
         is_copied: whether the script has copies of it, so that no forward may change it in place.

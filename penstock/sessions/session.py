@@ -48,19 +48,19 @@ class SessionPass:
     """A pass of a session that is under way.
 
     Attributes:
-        session: whose it is.
-        started: for the runner.
+        session: that the pass belongs to.
+        started: the pass as the runner knows it.
         way: that it takes.
         leaves: of its arguments.
-        sizes: of these.
+        sizes: the sizes in these that vary, by name.
         states: that it takes and keeps.
-        args, kwargs: the arguments, of which objects are changed as the forward does it.
+        args, kwargs: the arguments; objects among them are changed as the forward changes them.
         number: of the way.
-        training: in which mode of the model.
-        familiar: whether it is like the pass before it.
-        assumed: whether the model is taken to be as in that; then it is looked at before the
-            result counts, while the workers are at it.
-        count: of all passes, with this one.
+        training: whether the model was in training mode.
+        familiar: whether its arguments are like those of the session's pass before.
+        assumed: whether the model is assumed to be unchanged since then; then it is checked while
+            the workers run the pass, before the result counts.
+        count: how many passes of all sessions were started, this one included.
         lengths_in: as of `Sessions.start`.
         times_sent: how often changes of the model had been sent to the workers when it began.
     """
@@ -105,8 +105,8 @@ class Sessions:
         self._opened_modules = Opened(program)
         self._passes = 0
         self._weights_since: int | None = None  # the pass since which no weight has changed
-        self._weights: dict[str, tuple[int, int]] = {}  # that cross, as they were seen since then
-        self._looked: dict[tuple[bool, int], int] = {}  # at the model, for a way: after which pass
+        self._weights: dict[str, tuple[int, int]] = {}  # of those that cross: address, version
+        self._looked: dict[tuple[bool, int], int] = {}  # by mode and way: `_passes` at a check
         self.together = Together(runner, program)
 
     @property
@@ -250,7 +250,7 @@ class Sessions:
         return self._weights_since if is_same and self._weights_since is not None else number
 
     def _confirmed(self, done: SessionPass) -> SessionPass:
-        """A pass that the model as it is now makes: this one, or else another in its place.
+        """This pass, if the model is as it was assumed to be; otherwise a new one in its place.
 
         Raises:
             InputError: the model has changed in a way that cannot be sent to the workers.
@@ -479,7 +479,7 @@ class Sessions:
         return _into_given(result, (tuple(args), dict(kwargs)), way.trace.handed_back)
 
     def fetch(self, leaves: Sequence[Any]) -> list[Any]:
-        """The same, copies of residents with their elements."""
+        """The same leaves, with copies that have the elements in place of residents."""
         residents = [leaf for leaf in leaves if isinstance(leaf, Resident)]
         if not residents:
             return list(leaves)

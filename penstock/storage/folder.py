@@ -11,11 +11,11 @@ Every save has a number, and writes files that are new. The index names the file
 moved into place when they are all on the disk, and only then are those of the save before removed.
 The index is the one that transformers and `Pipeline(weights=...)` read.
 
-What may be removed is never told by a file's name alone, for others may have files of such names.
-Before a save writes anything it lists the files that it may write, and those of the index, in
-`.penstock-saving.json`; that is on the disk before any of them, and goes when the new index has
-taken its place. So a save that is killed leaves the checkpoint that was there, and files of which
-the next save knows that they are its own to remove.
+A file is never removed because of its name alone, as others may have files with such names. Before
+a save writes anything, it lists the files that it may write, and those of the index, in
+`.penstock-saving.json`. This list is on the disk before any of the files, and is removed when the
+new index is in place. So a save that is killed leaves the old checkpoint and a list of the other
+files, which the next save removes.
 """
 
 from __future__ import annotations
@@ -213,13 +213,14 @@ class Folder:
                     path.unlink(missing_ok=True)
 
     def commit(self, index: Index) -> None:
-        """Let these files be the checkpoint, instead of those before.
+        """Make these files the checkpoint, and remove those of the one before.
 
-        What cannot be removed of those before stays listed, for a later save to remove.
+        Old files that cannot be removed stay listed, and a later save removes them.
 
         Raises:
-            CheckpointError: one of them is gone, as another save without locks would do it.
-            OSError: they cannot; those before still are.
+            CheckpointError: one of the files is gone or has another size; on a file system without
+                locks, another save may have removed it.
+            OSError: the index cannot be written; the checkpoint before still counts.
         """
         for name, written in index.files.items():
             path = self.path / name
@@ -251,7 +252,7 @@ class Folder:
 
 
 def is_begun(path: Path) -> bool:
-    """Whether a folder has what a save leaves that is killed: a list of its files, or none yet."""
+    """Whether a folder is as a killed save leaves it: with a list of its files, or empty."""
     return (path / SAVING).exists() or not any(path.iterdir())
 
 

@@ -93,7 +93,7 @@ class MasterWeights(Optimizer):
         return made
 
     def _bring(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        """Let a copy and what the optimizer remembers of it be what `state` says."""
+        """Set a copy, and what the inner optimizer remembers of it, to what `state` has."""
         state = dict(self.state.get(parameter, ()))
         kept = state.pop(_MASTER, None)
         if state and self._inner is not None:
@@ -118,7 +118,12 @@ class MasterWeights(Optimizer):
 
 
 def restore_float32(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Have what was loaded in float32, where torch has cast it to the parameters' dtype."""
+    """Put loaded states back in float32, which torch has cast to the parameters' dtype.
+
+    Args:
+        optimizer: has loaded `state_dict`.
+        state_dict: what was loaded.
+    """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = parameters_of(optimizer)
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -135,10 +135,10 @@ class PipelineOptimizer(Optimizer):
         self._updated = ()
 
     def _redo_step(self, groups: Groups) -> None:
-        """Do a step that is lost with those who have done it.
+        """Repeat a step that was lost with the workers that had done it.
 
         Args:
-            groups: as they were then.
+            groups: the parameter groups as they were in that step.
         """
         now, self.param_groups = self.param_groups, [dict(group) for group in groups]
         try:
@@ -178,7 +178,7 @@ class PipelineOptimizer(Optimizer):
         self._surviving(lambda: self._load(state_dict))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self._fetch()  # if workers have died, others do again first what was done with that
+        self._fetch()  # if workers have died, others first repeat the steps with the old state
         super().load_state_dict(state_dict)
         if self._kind is MasterWeights:
             restore_float32(self, state_dict)

@@ -26,8 +26,8 @@ class PipelineScaler(torch.amp.GradScaler):
 
     Args:
         device: of the pipeline's last stage; the scale is there.
-        workers: of the pipeline; another plan has others.
-        surviving: does some work of theirs, and again if other workers had to take over.
+        workers: the pipeline's workers; `go_on` replaces them after a change.
+        surviving: does some work of the workers, and repeats it if others had to take over.
         **options: those of `torch.amp.GradScaler`, `init_scale` and so on.
 
     Raises:

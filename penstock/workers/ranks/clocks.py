@@ -20,17 +20,22 @@ def machine() -> str:
 
 
 class ClockOffset:
-    """By how much one clock is ahead of another one, seen by the messages of its owner.
+    """By how much the receiver's clock is ahead of the sender's, estimated from messages.
 
-    A message seems to take as long as it does, and longer by what the receiver's clock is ahead of
-    the sender's. So the least of many is nearest to that.
+    The time between sending and receiving, each by the own clock, is the time of travel plus the
+    difference of the clocks. The least of many such times is nearest to that difference.
     """
 
     def __init__(self) -> None:
         self._seen: deque[int] = deque(maxlen=_KEPT)
 
     def note(self, sent: int, received: int) -> None:
-        """A message was sent then, by the sender's clock, and received then by the receiver's."""
+        """Note a message.
+
+        Args:
+            sent: when it was sent, in nanoseconds of the sender's clock.
+            received: when it was received, in nanoseconds of the receiver's clock.
+        """
         self._seen.append(received - sent)
 
     @property
@@ -53,12 +58,13 @@ class Clock:
         self._back = ClockOffset()
 
     def note(self, machine_of_0: str, there: int | None, sent: int) -> None:
-        """Rank 0 has answered.
+        """Note a message of rank 0.
 
         Args:
-            machine_of_0: on which it is, see `machine`.
-            there: nanoseconds that messages of this rank seemed to take at least.
-            sent: when it has sent this, by its clock.
+            machine_of_0: the machine of rank 0, see `machine`.
+            there: the least nanoseconds that messages of this rank to rank 0 seemed to take, as
+                `ClockOffset.least` has it.
+            sent: when rank 0 sent the message, in nanoseconds of its clock.
         """
         self._back.note(sent, monotonic_ns())
         back = self._back.least

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class GivenUp(PenstockError):  # noqa: N818 - never reaches a user
-    """Whoever leads the ranks does not want this operation any more; it never reaches the user."""
+    """The script that drives the ranks, which are Ray actors then, has given the operation up."""
 
 
 class Broadcast(NamedTuple):
@@ -237,12 +237,15 @@ class Ranks:
         ]
 
     def broadcast(self, value: T | None, source: int, of: str) -> T:
-        """What one rank has, for all of them.
+        """Send a value of one rank to all others.
 
         Args:
-            value: what it is; on other ranks it is not looked at.
-            source: the rank that has it.
-            of: what that is, for the message of a timeout.
+            value: the value on the rank `source`; on other ranks it is ignored.
+            source: the rank that has the value.
+            of: what the value is, in words, for the message of a timeout.
+
+        Returns:
+            the value, on every rank.
 
         Raises:
             Aborted: the operation failed elsewhere.
@@ -276,9 +279,9 @@ class Ranks:
         """Wait for something in this process, and listen to the other ranks meanwhile.
 
         Args:
-            fd: a file descriptor that can be read when it may be there.
-            is_there: whether it is.
-            doing: what for, for the message of a timeout.
+            fd: a file descriptor that becomes readable when what is awaited may have come.
+            is_there: says whether it has come.
+            doing: says what this rank is doing meanwhile, for the message of a timeout.
 
         Raises:
             Aborted: the operation failed elsewhere.
@@ -311,10 +314,10 @@ class Ranks:
             raise Aborted
 
     def _wait_on(self) -> None:
-        """See that it is not in vain, after a while in which nothing came.
+        """After a second in which nothing came, check whether the wait can still end.
 
         Raises:
-            Aborted: a rank is stopped.
+            Aborted: a rank is stopped, or the operation has failed.
         """
         if not self._has_reported:  # rank 0 may be in another one, and both wait for each other
             self._has_reported = True
@@ -330,9 +333,9 @@ class Ranks:
         return bool(self._apart) or any(error is not None for error in errors)
 
     def _was_given_up(self) -> bool:
-        """Whether a rank was told by its leader to give up, and none has failed otherwise.
+        """Whether the script that drives the ranks gave this up, and none has failed otherwise.
 
-        The leader has told the others as well, who may begin much later.
+        The script has the other ranks give it up as well, but they may begin it much later.
         """
         errors = (report.error for report in self._reports.values())
         failed = [error for error in errors if error is not None]
@@ -438,7 +441,7 @@ class Ranks:
         return verdict.values
 
     def _received(self, mine: RankReport) -> Verdict:
-        """What rank 0 makes of it."""
+        """On other ranks than 0: report to rank 0, and return its verdict."""
         if mine.error is not None:
             error = portable(self._as_others_see(mine.error), self.names[self.rank])
             mine = mine._replace(error=error)
@@ -458,7 +461,7 @@ class Ranks:
         return self._verdict
 
     def _judged(self, mine: RankReport, only: int | None) -> Verdict:
-        """What has come of it on all ranks, which is sent to them."""
+        """On rank 0: wait for the reports of all ranks, send them the verdict, and return it."""
         if mine.error is not None:
             mine = mine._replace(error=self._as_others_see(mine.error))
         self._reports[0] = mine._replace(stops=self.stops)
@@ -480,7 +483,7 @@ class Ranks:
         return self._broadcast(self._verdict_of(self._reports), only)
 
     def _as_others_see(self, error: BaseException) -> BaseException:
-        """Ctrl-C, or `sys.exit`, is no error that other ranks could go on after."""
+        """The error that other ranks get for one of this rank: Ctrl-C or `sys.exit` is its end."""
         if not _interrupts(error):
             return error
         return self._died(self.rank, f"was ended by {type(error).__name__}")

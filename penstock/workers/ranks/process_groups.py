@@ -1,15 +1,15 @@
 """The process groups of `torch.distributed` that ranks use: the default one, and those of links.
 
-*The default group.* torchrun's agent lends the ranks its own store, and keeps it when it restarts
-them. There they would find the addresses of the processes that are gone, and try to connect to
-them. So every attempt has a part of the store for itself. Its name has to be the same for all: the
-number of restarts that an agent tells its ranks is its own, which differs between machines, and
-stays when a machine joins.
+*The default group.* torchrun's agent lends the ranks its own store, and keeps the store when it
+restarts them. The new processes would find the addresses of the old ones in it, and try to connect
+to these. So every attempt uses a part of the store of its own, under a name that is the same on all
+ranks. The agent's number of restarts cannot be that name: every agent counts its own, and the
+number stays the same when a machine joins.
 
-Every rank leaves a random word. Rank 0 answers with a new name for the attempt and the words that
-it has found. Whose word is among them says so; others, whose place had the word of an earlier
-attempt, are noticed when they have left theirs, and get another answer. When all have said that
-they know the name, that is what counts.
+Every rank writes a random word to the store. Rank 0 reads them, and publishes a new name for the
+attempt together with these words. A rank whose word is among them confirms the name. If rank 0 has
+read a word of an earlier attempt instead, the rank waits: as soon as rank 0 sees the new word, it
+publishes another name. A name counts once all ranks have confirmed it.
 """
 
 from __future__ import annotations
@@ -144,16 +144,18 @@ def _read(store: Store, key: str) -> str:
 
 
 class LinkGroups:
-    """A group for either direction of every link between machines. All ranks must make them.
+    """Two groups for every link between machines, one for each direction.
+
+    All ranks must make them, also those that have no such link.
 
     Args:
-        pairs: the ranks of every such link, by its number.
+        pairs: the ranks at both ends of every such link, by the link's number.
         devices: of all ranks.
         rank: this one.
 
     Attributes:
-        backends: of every link.
-        peers: the other ends of this rank's links.
+        backends: the name of the backend of every link, by the link's number.
+        peers: the other ends of this rank's links, by the link's number.
     """
 
     def __init__(

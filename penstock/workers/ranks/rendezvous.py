@@ -41,22 +41,25 @@ _LAUNCHERS = (
     ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
 )
-"""Where launchers tell a process its rank, and of how many; who says it first is believed."""
+"""The variables in which launchers give a process its rank and the number of ranks.
+
+The first pair that is set counts.
+"""
 
 T = TypeVar("T")
 
 
 class RankEntry(NamedTuple):
-    """What all know of a rank.
+    """What all ranks know of a rank.
 
     Attributes:
-        machine: whoever has the same is on one machine with it.
+        machine: an identifier of its machine; ranks with the same one are on the same machine.
         host: the name of its machine.
         pid: of its process.
         device: its own, as its machine names it.
-        cores: that its process may use.
-        secret: that it proposes.
-        started: when its process did.
+        cores: the number of CPU cores that its process may use.
+        secret: that it proposes for connections; the one of rank 0 is used.
+        started: when its process started, as `started_at` says.
         group: the number of torchrun's agent that has started it; empty without one.
     """
 
@@ -235,7 +238,15 @@ def _beats(rank: int) -> int:
 def _pulses(
     others: Others, near: Iterable[int], beats: Mapping[int, Wire]
 ) -> dict[int, HasStopped]:
-    """How this rank knows of others whether they run, as far as it does."""
+    """For ranks at the other ends of this rank's wires, what shows whether they are stopped.
+
+    On the same machine it is a look at the process, on other machines a heartbeat.
+
+    Args:
+        others: all ranks.
+        near: the ranks at the other ends.
+        beats: connections for heartbeats to those of them that are on other machines, by rank.
+    """
     known = [(k, others.entries[k]) for k in near if others.near(others.rank, k)]
     found: dict[int, HasStopped] = {k: Pulse(e.pid, e.started) for k, e in known if e.started}
     if beats:

@@ -210,10 +210,12 @@ class ChainedSum:
 
     @contextmanager
     def catching(self, parameters: Sequence[nn.Parameter]) -> Iterator[set[int]]:
-        """Around a backward that computes gradients of these, apart from `.grad`, the last time.
+        """Around the last backward that computes gradients of these, without adding to `.grad`.
+
+        Each gradient is added to the sum as soon as it is computed.
 
         Yields:
-            of which ones, by id, it has got them: they are not to be added again.
+            the ids of the parameters whose gradients were added: the caller must not add them.
         """
         caught: set[int] = set()
 
@@ -232,7 +234,7 @@ class ChainedSum:
                 handle.remove()
 
     def final(self, parameters: Iterable[torch.Tensor]) -> None:
-        """This replica adds nothing more to these; what can be sent without waiting is.
+        """Note that gradients of these are final here; sends what can be sent without waiting.
 
         Raises:
             Gone: a neighbour is gone.
@@ -246,7 +248,7 @@ class ChainedSum:
             self._send_what_is_final()
 
     def finish(self) -> None:
-        """All backwards of this replica are done: add its gradients to the sum, and have it all."""
+        """After the last backward of this replica, wait until `.grad` has the whole sum."""
         for still in self._open:
             still.clear()
         self.final(())

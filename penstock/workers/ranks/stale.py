@@ -64,10 +64,10 @@ class StaleCopy:
 
         Args:
             module: whose state is read.
-            is_part: whether that of a larger module is read, which comes to the same.
+            is_part: whether it is read as a part of a larger module, which makes no difference.
 
         Raises:
-            InputError: it may.
+            InputError: other ranks may have newer values.
         """
         if module not in self._watched or not self.is_old():
             return

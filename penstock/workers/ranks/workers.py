@@ -298,7 +298,10 @@ class RankWorkers(Workers):
 
     @property
     def was_asked_to_stop(self) -> bool:
-        """Whether this rank was, or another one of the same agent, which asks all that it has."""
+        """Whether this rank has got a request to stop, or another rank of its torchrun agent has.
+
+        An agent sends such a request to all of its ranks.
+        """
         entries = self._launch.entries
         asked = {entries[rank].group for rank in self._ranks.stopping}
         return self._ranks.stops or entries[self._ranks.rank].group in asked

@@ -150,13 +150,14 @@ class ActorState(ProcessState):
 
     @torch.no_grad()
     def put_buffers_back(self) -> list[int]:
-        """What a forward has assigned to a buffer goes into the one that the script knows.
+        """Copy tensors that forwards have assigned to buffers into the buffers of the script.
 
         Returns:
             the numbers of these buffers.
 
         Raises:
-            InputError: it has another shape or dtype; or other replicas needed it meanwhile.
+            InputError: such a tensor has another shape or dtype than the buffer, or there are other
+                replicas, which do not see it.
         """
         changed = []
         for registry, name, number in self._buffers:
@@ -202,8 +203,8 @@ class Actor:
 
     Args:
         worker: its number.
-        hands_over: whether others can take over for it. Then it goes on when it gets a SIGTERM, and
-            every report says so, until it is told to leave.
+        hands_over: whether others can take over for it. Then a SIGTERM does not end it: from then
+            on every report has `leaves=True`, and `leave` ends the actor.
     """
 
     def __init__(self, worker: int, hands_over: bool = False) -> None:

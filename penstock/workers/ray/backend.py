@@ -89,7 +89,11 @@ class RayBackend(DrivenBackend):
         self._have(self._choices[-1])
 
     def _room(self, least: int, most: int) -> int:
-        """As many workers as the cluster has room for; waits for that of the fewest."""
+        """How many workers the cluster has room for, `most` at most; waits for room for `least`.
+
+        Raises:
+            InputError: there was no room for so many in time.
+        """
         cpus = self._options.cpus or 1
 
         def enough() -> int:

@@ -71,12 +71,12 @@ class Node(NamedTuple):
 class Cluster:
     """The Ray cluster that this process is connected to.
 
-    If this process was connected to none, it is afterwards; and when the last `Cluster` is left, it
-    is not any more.
+    Making a `Cluster` connects this process to one, if it is not connected yet. Such a connection
+    is closed when the last `Cluster` is left.
 
     Args:
         options: what is wanted.
-        workers: so many are to have a CPU, if a cluster is started.
+        workers: their number; a cluster that is started here has at least one CPU for each.
 
     Raises:
         PenstockError: Ray is not installed, or does not start.

@@ -113,7 +113,7 @@ class Shelf:
         self._copies: dict[int, Entries] = {}
 
     def put(self, change: Change) -> bool:
-        """Have one more copy; returns whether that is so: the older one may not be here."""
+        """Add a copy; returns `False`, and adds none, if the one it is based on is not here."""
         before = {} if change.base is None else self._copies.get(change.base)
         if before is None:
             return False
@@ -191,10 +191,10 @@ class ActorCopies:
 
         Args:
             what: the copy.
-            is_given_up: whether the work is given up meanwhile.
+            is_given_up: says whether the work was given up meanwhile.
 
         Raises:
-            Aborted: it is; it says `UNSENT`.
+            Aborted: the work was given up; the message is `UNSENT`.
             WorkerDied: the buddy has died, or does not take it in time.
         """
         while self._sender is not None and self._sender.is_alive():

@@ -219,10 +219,10 @@ class Gathered:
 
     Attributes:
         values: of tensors, by number.
-        gradients: likewise.
-        states: by the number of an optimizer and the worker that has the part, what that remembers.
+        gradients: of parameters, by number.
+        states: what the part of an optimizer remembers, by the optimizer's number and the worker.
         memories: for every worker what forwards have left in its modules.
-        lost: the workers of which nothing is left that has all they had.
+        lost: the workers of whose state no complete copy is left.
     """
 
     values: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -248,7 +248,7 @@ class DriverModel:
         noted.zeroed += [self.tensors[number] for number in draft.zeroed]
 
     def take_noted(self) -> ScriptChanges:
-        """What is sent to workers and not kept from being lost by anybody yet; asked once."""
+        """Changes sent to workers that no copy or log protects yet; the caller protects them."""
         noted, self._noted = self._noted, ScriptChanges()
         return noted
 
@@ -289,11 +289,11 @@ class DriverModel:
     def go_back(
         self, values: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
     ) -> None:
-        """Have what a copy of the workers has, who are gone.
+        """Take over the values and gradients of a copy of what the workers had.
 
         Args:
-            values: of the copy, by number.
-            gradients: likewise.
+            values: of tensors in the copy, by number.
+            gradients: of parameters in the copy, by number.
         """
         self.have({n: value for n, value in values.items() if self._places[n] is not None})
         self.stale.clear()
@@ -326,16 +326,16 @@ class DriverModel:
             self._is_sending = False
 
     def check_read(self, module: nn.Module, is_part: bool = False) -> None:
-        """Raise if workers have newer values than this model, of which the state is read.
+        """Raise if a module's state is read while workers have newer values.
 
         After `close()` it is a warning.
 
         Args:
-            module: that is read.
-            is_part: whether it is, as a part of another one.
+            module: whose state is read.
+            is_part: whether it is read as a part of a larger module.
 
         Raises:
-            InputError: they have.
+            InputError: workers have newer values.
         """
         if not self.stale or self._is_sending or module not in self._watched:
             return
@@ -389,7 +389,7 @@ class ScriptChanges:
         return both
 
     def redo(self) -> None:
-        """Do it again, if it is simple."""
+        """Drop and zero the same gradients again; anything else that was done is not repeated."""
         for tensor in self.dropped:
             tensor.grad = None
         for tensor in self.zeroed:
@@ -434,5 +434,5 @@ class _Draft:
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    """What is another one when the tensor has been changed in place, or has other memory."""
+    """A version and an address; one differs once the tensor is changed in place or has moved."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()

@@ -24,13 +24,15 @@ class Ray:
             to go (`Pipeline.resize`). Without it there are as many as `devices=` says, or as the
             plan takes.
         cpus: CPUs that Ray reserves for each worker, which has as many intra-op threads. By default
-            an equal share of the CPUs of the cluster, on nodes with room for all of it; with `max`
-            it is 1, as bits depend on it, so it has to stay.
+            an equal share of the CPUs of the cluster, such that each worker's share is on one node.
+            With `max` the default is 1: results depend bit for bit on the number of threads, so it
+            must not change with the number of workers. In a cluster that Penstock starts, workers
+            reserve next to nothing unless `cpus` or `max` is given.
         resources: other resources that every worker needs, as in `ray.remote(resources=...)`.
-        placement: see `Placement`. Neighbours in the pipeline are put on one node.
-        address: of the cluster, as `ray.init` takes it. By default what this process is connected
-            to, or what `RAY_ADDRESS` says, or else a cluster on this machine, which is started, and
-            shut down again when the pipeline is closed.
+        placement: see `Placement`. Neighbours in the pipeline are put on one node where possible.
+        address: of the cluster, as `ray.init` takes it. By default the cluster that this process is
+            connected to, or the one that `RAY_ADDRESS` names, or else one on this machine. If none
+            runs there, it is started, and shut down again when the pipeline is closed.
         runtime_env: of the workers, as in Ray: packages, environment variables, a working
             directory. Penstock and the modules of the model have to be importable in it.
         wait: seconds to wait until the cluster has room for the workers.

@@ -236,14 +236,14 @@ class ActorPool(Pool):
     def copies_with(
         self, holders: Mapping[int, int], number: int, patience: float
     ) -> dict[int, Entries]:
-        """The copies of this number that are there; by whose they are.
+        """The copies of this number that the holders have, by the worker whose state is copied.
 
-        Those that do not answer are taken to have ended.
+        Holders that do not answer are taken to have ended.
 
         Args:
-            holders: of workers whose copies are wanted, and who is asked for each.
+            holders: for every worker whose copy is wanted, the worker that holds it.
             number: of the copies.
-            patience: seconds that they have.
+            patience: seconds that the holders have to answer.
         """
         found: dict[int, Entries] = {}
         asked = {
@@ -278,9 +278,10 @@ class ActorPool(Pool):
         return self._deaths.get(worker) or self._died(worker, "has lost what it had;")
 
     def survivors(self) -> ActorSurvivors:
-        """Those that can go on in another pool, which leave this one.
+        """The actors that can go on in another pool; they leave this one.
 
-        One that was asked to end goes on for a while if some have died and nobody else is left.
+        Actors that have got a SIGTERM are left out, unless others have ended and all that are left
+        have got one.
         """
         ended = self._deaths.keys() | self._stuck
         able = set(range(self._count)) - ended

@@ -53,7 +53,7 @@ class SentAttributes:
         self._packed.update(packed)
 
     def as_sent(self, changes: AttributeChanges) -> AttributeChanges:
-        """What the attributes were that are others now, as far as it is known."""
+        """The values with which changed attributes were last sent, as far as they are known."""
         found: dict[int, dict[str, Any]] = {}
         for number in changes.keys() & self._packed.keys():
             sent = self._packed[number]
@@ -93,9 +93,9 @@ class Rewinding:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """While open it is so; afterwards it is again what the script has made of it.
+        """While open, the model is as in the copy; afterwards as the script has changed it since.
 
-        What is brought to attributes meanwhile is there when it is opened again.
+        Attributes that change while it is open have the new values when it is opened again.
         """
         self._set_requires_grad(False)
         self._model.go_back(self._found.values, self._found.gradients)

@@ -24,7 +24,7 @@ class ClusterWatch:
         nodes: of the present workers, as Ray calls them.
         cpus: that a worker needs.
         group: the placement group of the workers.
-        bundles: of it that they have; others are room for more, if there are some.
+        bundles: the numbers of the bundles in it that have workers; the rest is room for more.
     """
 
     def __init__(

@@ -507,7 +507,7 @@ class RayWorkers(DrivenWorkers):
 
     @property
     def has_log(self) -> bool:
-        """Whether there is work since the last copy, and the script has not got all since."""
+        """Whether the log has work, and the script's model does not have the results yet."""
         return self._copying is not None and not self._is_brought and bool(self._copying.works)
 
     @property
@@ -624,7 +624,7 @@ class RayWorkers(DrivenWorkers):
                 for member in self.members
             ]
             self._prepare(jobs)
-        except BaseException as error:  # as above
+        except BaseException as error:  # some may have their part, and others not
             self._pool.fail(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
