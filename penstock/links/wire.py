@@ -91,7 +91,10 @@ class Wire:
         self.busy = True
         try:
             sent = self._send(data, [] if fd < 0 else [fd], timeout)
-        except Gone:  # with nothing of it sent; what the other end has said before can be read
+        except (
+            Gone,
+            TimeoutError,
+        ):  # nothing of it was sent; what the other end has sent can be read
             self.busy = False
             raise
         while sent < len(data):

@@ -25,6 +25,7 @@ def mistakes(plan: Decisions) -> Iterator[str]:
         takes = recipe.takes(stages, workers)
         if not takes or recipe.place(stages, workers) != plan.placement:
             yield f"{plan.schedule} does not run stages on workers {plan.placement}"
+    yield from _of_rules(plan)
     if plan.boundary_dtype not in (None, *HALF):
         yield f"boundary_dtype={plan.boundary_dtype!r} is none of {', '.join(HALF)}"
     if plan.stages and (plan.other_replicas or plan.other_stages or plan.shares):
@@ -39,6 +40,13 @@ def mistakes(plan: Decisions) -> Iterator[str]:
         edges = [first, *(edge for span in stage.recompute for edge in span), end]
         if edges != sorted(edges) or any(a == b for a, b in stage.recompute):
             yield f"stage {number}: recompute={stage.recompute} are no spans of {first, end}"
+
+
+def _of_rules(plan: Decisions) -> Iterator[str]:
+    if (plan.rules is None) == (plan.schedule == "fitted"):
+        yield "rules belong to a plan with schedule='fitted', and to no other"
+    elif plan.rules is not None and len(plan.rules.lead) != len(plan.stages):
+        yield f"rules for {len(plan.rules.lead)} stages, and there are {len(plan.stages)}"
 
 
 def _of_inference(plan: Decisions) -> Iterator[str]:

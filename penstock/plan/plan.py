@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, ScheduleError
 from penstock.files import read_whole, readable, save_whole, version_of, what_is
 from penstock.plan import text
 from penstock.plan.checks import mistakes
@@ -61,7 +61,7 @@ class Plan(Decisions, frozen=True, kw_only=True):
                     f"{VERSION}; plan again"
                 )
             found = msgspec.json.decode(content, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, ScheduleError) as error:
             raise PlanError(f"{path} is not a plan that Plan.save wrote: {error}") from error
         if wrong := next(mistakes(found), None):
             raise PlanError(f"{path} is not a plan that can be followed: {wrong}")

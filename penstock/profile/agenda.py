@@ -80,7 +80,7 @@ class Agenda:
             rows
             for rows in self._even
             if rows not in self._tried
-            and rows < max(self._costs)
+            and rows < max(self._costs, default=0)
             and self._affordable(rows)
             and self._estimate(rows) < _PROMISING * best
         ]

@@ -67,7 +67,11 @@ class _Range:
             Refusal: it is none, or out of range.
         """
         is_kind = type(value) is int or (self.kind is float and type(value) is float)
-        if not is_kind or not self.low <= value <= self.high or (self.is_open and value <= 0):
+        if (
+            not is_kind
+            or not self.low <= value <= self.high
+            or (self.is_open and value == self.low)
+        ):
             what = "an integer" if self.kind is int else "a number"
             raise wrong(name, f"{name}={value!r} must be {what} {self._limits}")
         return self.kind(value)
@@ -334,7 +338,7 @@ class _Fields:
             Refusal: it is something else.
         """
         value = self.take(name)
-        if value not in (None, True, False) or type(value) is int:
+        if value is not None and type(value) is not bool:
             raise wrong(name, f"{name}={value!r} must be true or false")
         return bool(value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import is_tensor
@@ -148,7 +148,7 @@ class Predictor:
         except Exception as error:
             again = self._taken_back()
             if isinstance(error, StatesLost) and one.begun < _MOST_BEGINNINGS:
-                again.insert(0, one)
+                again.insert(0, replace(one, begun=one.begun + 1))
             else:
                 job.error = error
             self._again(again)
@@ -163,7 +163,7 @@ class Predictor:
 
     def _again(self, those: Sequence[_Started]) -> None:
         """Put calls whose passes were given up, as one failed, at the head of the queue again."""
-        self._waiting.extendleft((one.job, one.begun + 1) for one in reversed(those))
+        self._waiting.extendleft((one.job, one.begun) for one in reversed(those))
 
     def _give_up(self, one: _Started) -> bool:
         """Wait for a pass that nobody wants any more; whether it has ended well."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -37,6 +38,23 @@ def test_nobody_reads(ends: tuple[Wire, socket.socket]) -> None:
     with pytest.raises(TimeoutError, match="nothing was read"):
         wire.send(bytes(10_000_000), -1, 0.1)
     assert wire.busy
+
+
+def test_a_message_of_which_nothing_was_sent_does_not_break_the_wire(
+    ends: tuple[Wire, socket.socket],
+) -> None:
+    wire, there = ends
+    there.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:  # until there is no room for one more
+            wire._socket.send(bytes(1000))
+    with pytest.raises(TimeoutError, match="nothing was read"):
+        wire.send(b"late", -1, 0.05)
+    with suppress(BlockingIOError):
+        while there.recv(100_000):
+            pass
+    wire.send(b"now")
+    assert there.recv(100)[8:11] == b"now"
 
 
 def test_a_message_that_was_sent_in_part_is_the_last(ends: tuple[Wire, socket.socket]) -> None:

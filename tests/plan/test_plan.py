@@ -11,6 +11,7 @@ import pytest
 import penstock as ps
 from penstock.profile import DeviceProfile
 from penstock.schedule import SCHEDULES
+from penstock.schedule.fitted import Rules
 
 
 def profile(calls: list[float], devices: int = 2, batch: int = 16, **changes: Any) -> ps.Profile:
@@ -146,6 +147,9 @@ def test_a_plan_knows_its_model() -> None:
         {"calls": (0, 1)},
         {"calls": (99, 100)},
         {"recompute": ((0, 99),)},
+        {"rules": Rules((2, 2), (2, 1))},
+        {"rules": Rules((2, 2, 2), (2, 1, 1)), "schedule": "fitted"},
+        {"schedule": "fitted"},
     ],
 )
 def test_a_file_that_was_edited_to_nonsense(change: dict[str, Any], tmp_path: Path) -> None:

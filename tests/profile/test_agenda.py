@@ -117,6 +117,16 @@ def test_the_best_are_measured_again_while_there_is_time() -> None:
     assert asked(32, lambda rows: rows + 2.0, seconds=5 * 91.0) == [*first, 8, 4]
 
 
+def test_a_model_that_takes_no_size_at_all() -> None:
+    """Who measures then raises the error of the model's own."""
+    sizes = Agenda(12, 2, 1e9, None)
+    refused = []
+    while (rows := sizes.next()) is not None:
+        refused.append(rows)
+        sizes.refuse(rows)
+    assert set(refused) == {12, 6, 3, 2, 1}
+
+
 def test_what_disturbed_the_first_measurement_does_not_count() -> None:
     sizes = Agenda(8, 2, 1e9, None)
     told: dict[int, list[float]] = {}

@@ -98,6 +98,7 @@ def test_jobs(reader: Reader) -> None:
         ({"stop": [""]}, "stop"),
         ({"stop": list("abcde")}, "stop"),
         ({"stream": 1}, "stream"),
+        ({"stream": 1.0}, "stream"),
         ({"stream_options": {"other": True}}, "stream_options"),
         ({"model": "another"}, "model"),
         ({"n": 2}, "n"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.errors import StatesLost
 from penstock.serving.predictor import Prediction, Predictor
 from penstock.serving.refusal import Refusal
 from tests.support.models import mlp
@@ -77,3 +79,44 @@ def test_dimensions_that_are_said_to_vary_are_of_one_kind() -> None:
             assert torch.equal(predicted(work, x).result, model(x))
         assert recorded(pipe) == before
         work.close()
+
+
+class Losing:
+    """Sessions of workers that lose what the call of this input was given, so many times."""
+
+    def __init__(self, failures: dict[str, int]) -> None:
+        self.failures = failures
+        self.session = self
+
+    def kinds(self, *_: Any) -> tuple[bool, int]:
+        return True, 0
+
+    def open(self) -> Any:
+        return self
+
+    def start(self, _: Any, args: Any, kwargs: Any) -> Any:
+        return SimpleNamespace(session=self, given=args[0])
+
+    def finish(self, under_way: Any) -> str:
+        given = under_way.given
+        if self.failures[given] > 0:
+            self.failures[given] -= 1
+            raise StatesLost("a worker was replaced")
+        return str(given)
+
+    def fetch(self, result: Any) -> Any:
+        return result
+
+
+def test_who_is_given_up_with_another_has_all_its_beginnings_left() -> None:
+    work = Predictor(Losing({"bad": 99, "good": 0}), 2, kinds=0)  # type: ignore[arg-type]
+    bad, good = Prediction(("bad",), {}), Prediction(("good",), {})
+    work.add(bad)
+    work.add(good)
+    while not bad.is_over:
+        work.step()
+    assert isinstance(bad.error, StatesLost)
+    work._sessions.failures["good"] = 4  # type: ignore[attr-defined]
+    while not work.is_idle:
+        work.step()
+    assert (good.result, good.error) == ("good", None)
