@@ -91,10 +91,7 @@ class Wire:
         self.busy = True
         try:
             sent = self._send(data, [] if fd < 0 else [fd], timeout)
-        except (
-            Gone,
-            TimeoutError,
-        ):  # nothing of it was sent; what the other end has sent can be read
+        except (Gone, TimeoutError):  # with nothing of it sent; what has come can still be read
             self.busy = False
             raise
         while sent < len(data):

@@ -47,14 +47,14 @@ class Assembly:
     """The stages of one mode (training or evaluation) that run in this process.
 
     Args:
-        plan: whose stages.
-        devices: of the workers.
-        links: between stage `k` and the next, by `k`: the sink of the former, if that is here,
-            and the source of the latter, if that is.
-        workers: those of this process.
-        replica: whose stages they are.
-        residents: what the workers of this process keep between passes, by worker.
-        gate: that workers go through to run the user's modules.
+        plan: the plan whose stages they are.
+        devices: the devices of the workers, by their places in the replica.
+        links: by `k`, the link from stage `k` to the next: its sink if stage `k` is here, its
+            source if the next one is, or one object that is both.
+        workers: the places of the workers of this process.
+        replica: the replica whose stages they are.
+        residents: for each of these workers the values that it keeps between passes.
+        gate: the gate through which workers go to run the user's modules.
 
     Attributes:
         stages: by number.
@@ -111,14 +111,14 @@ class Assembly:
     def run(
         self, worker: int, order: Order, record: Record, dealer: Dealer | None = None
     ) -> Outcome:
-        """A worker's part of a pass; called by the worker.
+        """Run a worker's part of a pass; called by the worker.
 
         Args:
-            worker: of the replica.
+            worker: its place in the replica.
             order: the pass.
             record: where the worker notes what it does.
-            dealer: gives it the micro-batches that it runs, if they can be taken one by one; else
-                it runs those of its replica's share.
+            dealer: gives out the micro-batches one by one, where the schedule allows that;
+                without it, the worker runs those of its replica's share.
 
         Raises:
             WorkerError: an action failed.
@@ -163,14 +163,14 @@ class Assembly:
         return outcome
 
     def _compile(self, worker: int, what: PassKind, share: Sequence[int], most: int) -> _Compiled:
-        """A worker's actions and callables; the schedule is proven first.
+        """A worker's actions and callables; the schedule is checked first.
 
         Args:
-            worker: of the replica.
+            worker: its place in the replica.
             what: which actions there are.
             share: the micro-batches that the replica runs.
-            most: how many another replica may run. All have the order of that one, or they could
-                wait for each other.
+            most: the largest number of micro-batches of any replica. All replicas use the order of
+                that many, as they could wait for each other otherwise.
         """
         count = len(share)
         key = worker, what, tuple(share), most
@@ -210,10 +210,10 @@ class Assembly:
                 stage.held = self._waiting.pop((order.number, stage.index))
 
     def _end(self, own: Sequence[Stage], order: Order, outcome: Outcome, first: int) -> None:
-        """Take from a worker's stages what has come of it; `first` is one of the micro-batches."""
+        """Take a pass's results from a worker's stages; `first` is one of its micro-batches."""
         for stage in own:
             stage.end()
-            if order.weights_since < 0:  # the next pass may find others
+            if order.weights_since < 0:  # weights may have changed before the next pass
                 self._let_go(stage)
             if stage.index == 0:
                 outcome.gradients = self.feed.gradients
@@ -245,7 +245,7 @@ class Assembly:
             self._let_go(stage)
 
     def let_go_of_weights(self) -> None:
-        """Those of other stages may be others in the next pass."""
+        """Let go of weights that came from other stages: they may change before the next pass."""
         for stage in self.stages.values():
             self._let_go(stage)
 
@@ -272,7 +272,7 @@ def _run(
     gate: Gate,
     dealer: Dealer | None,
 ) -> None:
-    """Run a worker's callables, or those of what it is dealt, and say at any time which."""
+    """Run a worker's callables, or those of the micro-batches it is dealt; note each as it runs."""
     actions, runs, codes = compiled
     at, note = 0, record.note
     chosen: Iterable[int] = range(len(runs))
@@ -305,9 +305,9 @@ def _run(
 
 @contextmanager
 def own_casts() -> Iterator[None]:
-    """While open, no weight is used that autocast has cast before; none is afterwards.
+    """Clear autocast's cache of cast weights, before and after.
 
-    For a process that has one worker. Threads have their casts in common.
+    For a process that has one worker: threads share the cache.
     """
     torch.clear_autocast_cache()  # the script may be in a region that spans several steps
     try:
@@ -320,9 +320,10 @@ def own_casts() -> Iterator[None]:
 def _autocasting(modes: Ambient) -> Iterator[None]:
     """While open, autocast is as in these modes.
 
-    PyTorch keeps the weights that it has cast in one place for all threads, and forgets them where
-    a thread's outermost region ends. Here none ends that is the outermost: other workers may be in
-    the midst of a forward. The workers forget them, before a pass and after it.
+    PyTorch caches the weights that it has cast in one place for all threads, and clears this cache
+    when any thread leaves its outermost autocast region. Other workers may be amid a forward then,
+    so the regions here are never the outermost. Instead the cache is cleared before a pass and
+    after it.
     """
     torch.autocast_increment_nesting()
     try:

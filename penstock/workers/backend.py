@@ -50,25 +50,25 @@ WorkerKind = Literal["auto", "threads", "processes", "torchrun", "ray"]
 """Who runs the stages: threads of this process, processes of this machine, torchrun's ranks, or
 actors of a Ray cluster."""
 
-_LEAST_TIMEOUT = 60.0  # seconds that a pass may take, unless the user says otherwise
-_PREDICTED = 50  # times what is predicted that it may take
+_LEAST_TIMEOUT = 60.0  # the smallest default timeout of a pass, in seconds
+_PREDICTED = 50  # the default timeout of a pass, as a multiple of the predicted step time
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Role:
-    """Which part this process has among those that run the script. By default it is the only one.
+    """The part of this process among those that run the script; by default it is the only one.
 
     Attributes:
-        index: its number among them, from 0, in the order of workers.
+        index: the number of this process, from 0, in the order of workers.
         leads: whether it decides for all.
         has_inputs: whether it gives the first stage of a replica its batches.
-        routes: whether it finds the ways of micro-batches for all; it has inputs.
+        routes: whether it chooses the ways of micro-batches for all; such a process has inputs.
         has_loss: whether it gives the last stage of a replica targets and the loss.
-        has_all_weights: whether it has the weights of all stages.
+        has_all_weights: whether its model always has the current weights of all stages.
         calls_loss: whether the loss is called in this process, where the user's own modules run.
-        name: of this process, where there are several; empty for the only one.
+        name: the name of this process in messages; empty if it is the only one.
     """
 
     index: int = 0
@@ -86,15 +86,15 @@ class Backend(ABC):
 
     Attributes:
         threads: intra-op threads of each CPU worker.
-        given_threads: as many as were asked for; 0 if each has its share of the cores.
-        leads: whether this process plans for all that run the script.
+        given_threads: `threads` as the user gave it; 0 if each worker has its share of the cores.
+        leads: whether this process makes the plan for all that run the script.
         all_devices: whether a plan has to use every device.
-        in_one_memory: whether replicas on CPUs have the weights in common.
-        copies_gradients: whether a worker has gradients twice at the end of a pass, where there is
-            one replica.
-        why_one_replica: why there is one replica where the number may be chosen; empty if there may
-            be several.
-        probe: where the links between workers are measured.
+        in_one_memory: whether replicas on CPUs share one copy of the weights.
+        copies_gradients: whether a worker holds its gradients twice at the end of a pass, if there
+            is one replica; see `penstock.plan.layout.Memory`.
+        why_one_replica: a sentence that says why a search tries only one replica; empty if it may
+            try several.
+        probe: measures the links between workers.
     """
 
     threads: int
@@ -117,50 +117,52 @@ class Backend(ABC):
 
     @property
     def choices(self) -> Sequence[Sequence[torch.device]]:
-        """The lists of devices of one of which a plan is made, see `device_choices`."""
+        """The alternative lists of devices; a plan uses one of them, see `device_choices`."""
         return [self.devices]
 
     def take(self, plan: Plan, is_given: bool) -> None:
-        """Have only the workers that a plan needs, where that is left to it.
+        """Have only the workers that a plan needs, if their number is left to the plan.
 
         Args:
-            plan: that `broadcast_plan` will be given.
-            is_given: whether it is the user's, who may have given other devices.
+            plan: the plan that `broadcast_plan` will be called with.
+            is_given: whether the user gave the plan; it may have other devices than the user gave.
 
         Raises:
-            DeviceError: one of its devices does not exist.
-            InputError: the workers cannot use one of them.
+            DeviceError: a device of the plan does not exist.
+            InputError: the workers cannot use a device of the plan.
         """
         return
 
     @abstractmethod
     def broadcast_plan(self, program: Program, plan: Plan | None) -> Plan:
-        """The plan of all workers, from the process that leads; it ends the operation.
+        """Return the plan of the process that leads, in all processes that run the script.
+
+        It ends the operation that is open.
 
         Args:
-            program: what this process has captured.
-            plan: what this process has planned, if it leads.
+            program: the program that this process has captured.
+            plan: the plan that this process has made, if it leads; otherwise `None`.
 
         Raises:
-            PlanError: it does not fit the program or the devices, or the processes that run the
-                script have captured different programs.
+            PlanError: the plan does not fit the program or the devices, or the processes that run
+                the script have captured different programs.
         """
 
     @abstractmethod
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
-        """Give the workers a plan; from then on `Workers.close` dismisses them.
+        """Start the workers on a plan; from then on `Workers.close` dismisses them.
 
         Args:
-            plan: what they run.
-            model: whose stages.
+            plan: the plan that they run.
+            model: the model whose stages they run.
             timeout: seconds that a pass may take; `None` derives it from the plan.
         """
 
     def operation(self, what: str) -> AbstractContextManager[None]:
-        """Something that all processes that run the script do; if it fails in one, it fails in all.
+        """Around what all processes that run the script do: if it fails in one, it fails in all.
 
         Args:
-            what: its name, the same in all of them.
+            what: the name of the operation, the same in all of them.
         """
         return nullcontext()
 
@@ -173,11 +175,11 @@ class Backend(ABC):
         """
 
     def welcome(self, survivors: Survivors) -> None:
-        """Have workers that others have left among these, before they start."""
+        """Have the survivors of other workers among these; called before `start`."""
         survivors.close()
 
     def wait(self, progress: Progress | None) -> None:
-        """Until the workers have started; `progress` as in `Pipeline`."""
+        """Wait until the workers have started; `progress` is as in `Pipeline`."""
         return
 
     def close(self) -> None:
@@ -189,13 +191,13 @@ class DrivenBackend(Backend):
     """Workers that this process has or drives.
 
     Args:
-        devices: of the workers, as the user gives them; `None` leaves them to the plan.
-        least: so many workers are needed, if they are left to the plan.
+        devices: the workers' devices, as the user gives them; `None` leaves them to the plan.
+        least: the smallest number of workers, if `devices` is `None`.
         threads: intra-op threads of each CPU worker; 0 for its share of the cores.
 
     Raises:
-        DeviceError: one does not exist.
-        InputError: there are none.
+        DeviceError: a device does not exist.
+        InputError: there are no devices.
     """
 
     all_devices = False
@@ -212,18 +214,19 @@ class DrivenBackend(Backend):
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """For each worker its own; before there is a plan, of the most workers there may be."""
+        """The device of each worker; before there is a plan, the longest list of `choices`."""
         return self._devices
 
     @property
     def choices(self) -> Sequence[Sequence[torch.device]]:
-        """The lists of devices of one of which a plan is made."""
+        """The alternative lists of devices; a plan uses one of them."""
         return self._choices
 
     def take(self, plan: Plan, is_given: bool) -> None:
-        """Have the devices and threads of a plan, unless it is the user's and so are the devices.
+        """Have the devices and threads of a plan, unless the user gave both plan and devices.
 
-        Workers on some of the given devices have as many threads as they would have on all.
+        If the user gave only the devices, and the plan uses some of them, each worker has as many
+        threads as it would have on all of them.
         """
         if not self._are_given:
             self._have(existing_devices(plan.devices), self.given_threads or plan.threads)
@@ -254,15 +257,18 @@ def timeout_of(plan: Plan, given: float | None, least: float = _LEAST_TIMEOUT) -
     """The seconds that a pass may take.
 
     Args:
-        plan: that it runs.
-        given: what the user says; `None` for many times as long as the plan predicts.
-        least: seconds that it may take in that case, however little is predicted.
+        plan: the plan that the pass runs.
+        given: the user's timeout; `None` for a multiple of the step time that the plan predicts.
+        least: the smallest timeout in seconds, if `given` is `None`.
     """
     return given or max(least, _PREDICTED * plan.predicted_step_seconds)
 
 
 def order_of(names: Sequence[str], plan: Plan) -> list[int]:
-    """For every worker which of these devices it has: the plan may have put them into an order."""
+    """For every worker the index of its device in `names`.
+
+    It is not the worker's own number if the plan has the same devices in another order.
+    """
     if Counter(names) != Counter(plan.devices):
         return list(range(len(names)))
     left = list(range(len(names)))
@@ -274,7 +280,7 @@ def order_of(names: Sequence[str], plan: Plan) -> list[int]:
 
 
 class Survivors(Protocol):
-    """Workers that wait to go on among others, where some have ended; see `Workers.survivors`."""
+    """Workers that are left after others have ended, and can go on; see `Workers.survivors`."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -297,7 +303,7 @@ class Ticket(Protocol):
     """A pass that workers were given; see `Workers.start`."""
 
     def finish(self) -> Outcome:
-        """Wait for it. If it fails, all that were started are given up, and undone.
+        """Wait for the pass. If it fails, all passes under way are given up and undone.
 
         Raises:
             WorkerError: a stage or the loss failed.
@@ -317,11 +323,12 @@ class Workers(ABC):
         homes: the device of every stage; `None` if its worker is another process with a model of
             its own.
         links: how values get from every stage to the next, in words.
-        has_gradients: whether passes leave gradients in this process, if they are its own.
-        assumes: whether they can begin a pass before it is known that the model is as it was.
-        times_sent: how often changes of the model were sent to them.
-        job: the same in all processes that run this pipeline, if there are several, and in no
-            others.
+        has_gradients: whether passes leave gradients in `.grad` in this process; under torchrun
+            those of its own stages.
+        assumes: whether a pass may be sent to them before it is known that the model is unchanged.
+        times_sent: how many times changes of the model were sent to them.
+        job: an identifier that all processes that run this pipeline have in common, if there are
+            several; otherwise empty.
         why_not_profiled: why torch.profiler does not see them in this process; empty if it does.
     """
 
@@ -342,52 +349,58 @@ class Workers(ABC):
     # -- what the processes that run the script do together ---------------------------------
 
     def operation(self, what: str) -> AbstractContextManager[None]:
-        """Something that all processes that run the script do; if it fails in one, it fails in all.
+        """Around what all processes that run the script do: if it fails in one, it fails in all.
 
         Within another operation it is a part of that one.
 
         Args:
-            what: its name, the same in all of them.
+            what: the name of the operation, the same in all of them.
         """
         return nullcontext()
 
     @property
     def operations(self) -> int:
-        """How many there were, where several processes run the script; the same in all of them."""
+        """The number of operations so far, the same in all processes that run the script.
+
+        It is 0 if there is only one such process.
+        """
         return 0
 
     def broadcast(self, value: T | None, source: Literal["inputs", "leader"]) -> T:
-        """What one process has made, for all; within an operation, and once in each.
+        """Return the value of one process in all that run the script.
+
+        Each of them calls it, once in an operation.
 
         Args:
-            value: what it is, in the process that has it.
-            source: which one that is: that with the first stage's inputs, or that which leads.
+            value: the value; only that of the source counts.
+            source: the process whose value it is: `"inputs"` is the one with the first stage's
+                inputs, `"leader"` the one that leads.
         """
         return value  # type: ignore[return-value]
 
     def all_gather(self, what: str, value: T) -> list[T]:
-        """What every process has of something, by `Role.index`; the last thing of an operation.
+        """Return the values of all processes that run the script, in the order of `Role.index`.
 
-        Tensors of other processes are on the CPU.
+        It ends the operation. Tensors of other processes are on the CPU.
 
         Args:
             what: the name of the operation, if none is open.
-            value: what this process has.
+            value: the value of this process.
         """
         return [value]
 
     # -- requests to stop -------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """This process is asked to stop; may be called in the midst of anything, by a handler.
+        """Note that this process is to stop; a signal handler may call it at any moment.
 
-        Others that run the script hear of it with whatever is exchanged next.
+        Others that run the script learn of it with whatever is exchanged next.
         """
         self._stops = True
 
     @property
     def is_stopping(self) -> bool:
-        """Whether one of the processes that run the script was asked to stop.
+        """Whether one of the processes that run the script is to stop.
 
         Between two operations it is the same in all of them.
         """
@@ -395,13 +408,13 @@ class Workers(ABC):
 
     @property
     def was_asked_to_stop(self) -> bool:
-        """Whether this process was, or another one that the same launcher has started."""
+        """Whether this process is to stop, or another one that the same launcher has started."""
         return self._stops
 
     # -- stages and passes ------------------------------------------------------------------
 
     def hold(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Bring what a stage uses to its worker, as soon as it has values."""
+        """Move what a stage uses to where its worker sees it, once the tensors have values."""
         return
 
     @abstractmethod
@@ -413,10 +426,10 @@ class Workers(ABC):
         """
 
     def check(self) -> None:
-        """Notice what was done to the model's tensors that the workers do not see.
+        """Raise if something was done to the model's tensors that the workers do not see.
 
         Raises:
-            InputError: something was, and what would work.
+            InputError: something was; the message says what would work instead.
         """
         return
 
@@ -425,7 +438,7 @@ class Workers(ABC):
         """Have all workers run a pass, after those that were started before it.
 
         Returns:
-            by which it is finished: passes are finished in the order in which they were started.
+            what finishes the pass; passes are finished in the order in which they were started.
 
         Raises:
             ClosedError: they were dismissed.
@@ -436,10 +449,10 @@ class Workers(ABC):
         """Give up the passes that are under way, and undo them: nobody can finish them any more."""
 
     def modules_idle(self) -> AbstractContextManager[None]:
-        """While open, no worker is amid a module of this process: the script may change them.
+        """While open, no worker is inside a module of this process: the script may change them.
 
         Raises:
-            WorkerTimeout: one is for too long.
+            WorkerTimeout: a worker stays inside one for too long.
         """
         return nullcontext()
 
@@ -448,7 +461,7 @@ class Workers(ABC):
         """Let go of what stages hold of this batch; may be called from any thread."""
 
     def is_as_sent(self) -> bool:
-        """Whether the workers know the model as it is now: whether passes that assume it are right.
+        """Whether the workers know the model as it is now, so that passes that assume it are right.
 
         Raises:
             InputError: it has changed in a way that cannot be sent to them.
@@ -457,9 +470,9 @@ class Workers(ABC):
 
     @abstractmethod
     def fetch_states(self, numbers: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Values that stay with the workers between passes, by number.
+        """Return values that stay with the workers between passes, by number.
 
-        All processes that run the script ask for the same, and get them.
+        All processes that run the script call it with the same numbers, and get all the values.
         """
 
     @abstractmethod
@@ -467,34 +480,34 @@ class Workers(ABC):
         """Let go of values that stay with the workers; none of their passes is under way."""
 
     def left(self) -> SideEffects:
-        """What forwards, losses and hooks have left with these workers, before others come.
+        """What forwards, losses and hooks have left with these workers, before others replace them.
 
         Raises:
-            InputError: some of it cannot be brought from them.
+            InputError: some of it cannot be brought to this process.
         """
         return SideEffects()
 
     @property
     def are_leaving(self) -> bool:
-        """Whether some were asked to end, and others are to take over between two passes."""
+        """Whether some workers are to end (SIGTERM), and others take over between two passes."""
         return False
 
     @property
     def staying(self) -> int:
-        """How many can go on among others, if these take their place; see `survivors`."""
+        """How many of these can go on among the workers that replace them; see `survivors`."""
         return 0
 
     def survivors(self) -> Survivors:
-        """Those of them that can go on among others, as some have died or leave; these end.
+        """Close these workers, and return those that can go on among others.
 
         Returns:
-            what `WorkerOptions.backend` takes.
+            what `WorkerOptions.backend` and `Backend.welcome` take.
         """
         self.close()
         return _Nobody()
 
     def bring(self) -> None:
-        """Have in this process all that only the workers have, before others come.
+        """Copy to this process all that only the workers have, before others replace them.
 
         Raises:
             WorkerDied: one has died.
@@ -502,7 +515,7 @@ class Workers(ABC):
         return
 
     def bring_values(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have what these tensors of the model hold in this process, where workers have changed it.
+        """Copy to this process what these tensors of the model hold, if workers have changed it.
 
         Raises:
             WorkerDied: one has died.
@@ -511,9 +524,12 @@ class Workers(ABC):
 
     @contextmanager
     def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-        """While open, a pass that is run again finds this in buffers of the model.
+        """While open, buffers of the model hold other values, for a pass that is run again.
 
-        Afterwards they are as before. It does not count as a change to autograd, nor is it one.
+        Afterwards they are as before. Autograd does not count this as a change.
+
+        Args:
+            contents: pairs of a buffer and what it holds while this is open.
         """
         wanted = list(contents)
         present = [(buffer, buffer.detach().clone()) for buffer, _ in wanted]
@@ -524,15 +540,15 @@ class Workers(ABC):
             _have(present)
 
     def remembered(self) -> SideEffects:
-        """As `left`, as it was after the last pass, although a worker has died.
+        """What `left` gives, as it was after the last pass, although a worker has died.
 
-        All that only the workers have had is in this process afterwards, as it was before the work
-        in which the worker has died, or before `lost_work`; and on top of it what the script has
-        done since.
+        It also copies to this process all that only the workers have had, as it was before the
+        work in which the worker died, or before `lost_work`. What the script has changed since is
+        kept.
 
         Raises:
             WorkerDied: some of it is lost.
-            InputError: some of it cannot be brought from them.
+            InputError: some of it cannot be brought to this process.
         """
         return SideEffects()
 
@@ -543,9 +559,9 @@ class Workers(ABC):
 
     @property
     def lost_work(self) -> LostWork:
-        """What was done since the moment that `remembered` goes back to, if that is not the last.
+        """The work done since the moment to which `remembered` goes back, if there was any.
 
-        Those who take over do it again before anything else.
+        The workers that take over do it again before anything else.
         """
         return LostWork()
 
@@ -553,7 +569,7 @@ class Workers(ABC):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Whose gradients passes leave in this process."""
+        """The parameters whose gradients passes leave in this process."""
         return self.ownership.everything()
 
     @abstractmethod
@@ -597,10 +613,11 @@ class Workers(ABC):
         """Divide gradients by the scale of a loss scaler, wherever they are.
 
         Args:
-            parameters: whose gradients.
+            parameters: the parameters whose gradients are divided.
             inverse: 1 over the scale.
-            allows_half: whether they may be in float16.
-            unscale: does it with gradients of this process.
+            allows_half: whether gradients may be in float16.
+            unscale: divides the gradients that are in this process; returns a scalar for each
+                device, which is more than 0 if a gradient there is not finite.
 
         Returns:
             scalars, of which one is more than 0 if a gradient is not finite.
@@ -608,13 +625,19 @@ class Workers(ABC):
         return list(unscale().values())
 
     def state(self, model: nn.Module, of: nn.Module) -> dict[str, Any]:
-        """The state dict of `model`, or of a copy of it, wherever its tensors are."""
+        """A state dict with the current values of all stages, wherever they are.
+
+        Args:
+            model: the pipeline's model.
+            of: the module whose state dict it is: `model`, or a copy of it.
+        """
         return of.state_dict()
 
     def refresh(self, model: nn.Module) -> None:
-        """Have the present weights of all stages in the models of all processes with the script.
+        """Bring the models of all processes that run the script up to date with the workers.
 
-        For who runs parts of the model outside of the pipeline. Nothing is sent that is there.
+        It is for running parts of the model outside of the pipeline. Nothing is sent if all models
+        are up to date.
         """
         return
 
@@ -662,7 +685,7 @@ class Workers(ABC):
 
 
 def _have(contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write into tensors what they do not have yet."""
+    """Copy each content into its tensor, unless the tensor holds it already."""
     for tensor, content in contents:
         if not same_tensor(tensor, content):
             tensor.data.copy_(content)

@@ -1,6 +1,6 @@
 """Gradient clipping, and the norm of gradients that are on several ranks.
 
-It is computed in the bits of one device that has all gradients.
+The results have the bits of one device that has all gradients.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def total_norm(norms: Sequence[Norm], clipping: Clipping, device: torch.device) 
     """The norm of all gradients.
 
     Args:
-        norms: in the order of the parameters.
+        norms: the norms of the gradients, in the order of the parameters.
         clipping: says which norm.
         device: where it is computed.
 
     Raises:
-        RuntimeError: it is no finite number, and that is an error; torch's own.
+        RuntimeError: from torch, if the norm is not finite and `error_if_nonfinite` is set.
     """
     if not norms:
         return torch.tensor(0.0)
@@ -91,7 +91,7 @@ def total_norm(norms: Sequence[Norm], clipping: Clipping, device: torch.device) 
 def clip_values(
     parameters: Sequence[torch.Tensor], clip_value: float, foreach: bool | None
 ) -> None:
-    """As `torch.nn.utils.clip_grad_value_`, which fails if no parameter has a gradient."""
+    """Call `torch.nn.utils.clip_grad_value_`, unless no parameter has a gradient: it fails then."""
     own = [parameter for parameter in parameters if parameter.grad is not None]
     if own:
         nn.utils.clip_grad_value_(own, clip_value, foreach)

@@ -1,6 +1,6 @@
-"""What drivers have workers in other processes do, on this machine and in a cluster.
+"""Jobs that drivers give to workers in other processes, on this machine or in a cluster.
 
-Each job is data, called with the worker's `ProcessState`.
+A job is data, and is called with the worker's `ProcessState`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from penstock.workers.ways import modules_of
 
 @dataclass(frozen=True)
 class Modes:
-    """What is process-wide besides the model.
+    """The settings of a process that do not belong to the model.
 
     Attributes:
         threads: intra-op threads.
         crowded: whether there are more workers than cores.
-        keep_freed_memory: see `penstock.devices.allocator`.
-        settings: as they are when the workers start.
-        torchvision: whether its operators are missing, and were declared.
+        keep_freed_memory: whether freed memory stays with the process, see
+            `penstock.devices.allocator`.
+        settings: the settings of torch when the workers start.
+        torchvision: whether torchvision's operators are missing, and were declared.
     """
 
     doing: ClassVar[int] = STARTING
@@ -60,7 +61,7 @@ class Modes:
     def here(
         cls, threads: int, workers: int, keep_freed_memory: bool, kind: DeviceKind | None = None
     ) -> Modes:
-        """Those of this process, for so many workers, and of a kind of device."""
+        """The settings of this process, for this many workers and a kind of device."""
         return cls(
             threads,
             workers > len(os.sched_getaffinity(0)),
@@ -100,7 +101,7 @@ class DropResidents:
     """Let go of values that this worker keeps between passes.
 
     Attributes:
-        numbers: of those.
+        numbers: the numbers of these values.
     """
 
     numbers: Sequence[int]
@@ -112,7 +113,11 @@ class DropResidents:
 
 @dataclass(frozen=True)
 class FetchOptimizerState:
-    """What this worker's part of an optimizer remembers, by the numbers of parameters."""
+    """What this worker's part of an optimizer remembers, by the numbers of parameters.
+
+    Attributes:
+        number: the number of the optimizer.
+    """
 
     number: int
 
@@ -134,7 +139,7 @@ class LoadOptimizerState:
     state: Mapping[int, Mapping[str, Any]]
 
     def __call__(self, own: ProcessState) -> None:
-        """Copy it, as it came in memory that is only lent."""
+        """Set the state, as copies: the memory in which it came is only borrowed."""
         part = own.optimizers[self.number]
         part.state.clear()
         for number, values in self.state.items():
@@ -146,20 +151,20 @@ class FetchMemory:
     """What this worker's forwards have left in its modules and hooks."""
 
     def __call__(self, own: ProcessState) -> dict[StateKey, Found]:
-        """Give what is something else than when it came."""
+        """Return what has changed in modules and hooks since they came."""
         return own.memory.found()
 
 
 @dataclass(frozen=True)
 class WritePart:
-    """Have a worker process write its part.
+    """Have a worker process write its part of a checkpoint.
 
     Attributes:
-        part: which.
-        tensors: their names, and the numbers by which the worker knows them.
-        parameters: the names of all its parameters, by those numbers.
+        part: the part to be written.
+        tensors: by name in the checkpoint, the number by which the worker knows the tensor.
+        parameters: the names of all its parameters, by such numbers.
         optimizers: the numbers of optimizers, by the names under which they are saved.
-        background: whether to copy everything first, and then to return.
+        background: whether to return once everything is copied, before it is written.
     """
 
     part: Part
@@ -203,7 +208,7 @@ def follow_script(
 
 
 class GivenValues:
-    """What a script has given to a pass, of which another process has copies.
+    """The values that a script gives to a pass, of which another process has copies.
 
     Args:
         order: the pass, with its loss.
@@ -216,7 +221,7 @@ class GivenValues:
         self._before = {name: versions(values) for name, values in self._values.items()}
 
     def written(self) -> tuple[str, ...]:
-        """What was written to since."""
+        """Those of `"inputs"`, `"targets"` and `"loss_kwargs"` that were changed in place since."""
         now = {name: versions(values) for name, values in self._values.items()}
         return tuple(name for name, before in self._before.items() if now[name] != before)
 

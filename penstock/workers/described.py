@@ -1,4 +1,4 @@
-"""Says what a board is of."""
+"""The description of a running pipeline that is published with its board."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.workers.backend import Workers
 
 
 def description_of(model: nn.Module, plan: Plan, workers: Workers) -> Description:
-    """What a board is of.
+    """The description of a running pipeline, for the readers of its board.
 
     Args:
-        model: that is run.
-        plan: how.
-        workers: by whom.
+        model: the model that is run.
+        plan: the plan by which it is run.
+        workers: the workers that run it.
     """
     placement = plan.placement
     stages = [

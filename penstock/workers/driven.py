@@ -70,7 +70,10 @@ class DrivenWorkers(Workers):
             yield
 
     def _may_end(self) -> bool:
-        """Have no other thread start jobs any more; whether none waits for its own now."""
+        """Keep other threads from starting jobs; returns whether the workers are free for more.
+
+        They are not while jobs are under way that another thread has started.
+        """
         me = threading.get_ident()
         with self._lock:
             self._closer = me
@@ -161,7 +164,12 @@ class Numbered(Protocol):
         """The number by which the workers at a place know a tensor."""
 
     def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
-        """The names of their tensors by these numbers, out of those by their ids."""
+        """The names of the tensors of the workers at a place, by their numbers there.
+
+        Args:
+            place: of the workers.
+            names: the names of all tensors, by id.
+        """
 
 
 def divided(
@@ -211,11 +219,11 @@ def name_of(model: nn.Module, finder: Finder, key: StateKey) -> str:
 
 
 def pack_named(what: str, obj: Any) -> Packed:
-    """What is to be sent to a worker.
+    """Pack an object that is to be sent to a worker.
 
     Args:
-        what: it is, in words.
-        obj: it.
+        what: the name of the object in the message of the error.
+        obj: the object.
 
     Raises:
         InputError: it cannot be sent.
@@ -231,7 +239,7 @@ def pack_named(what: str, obj: Any) -> Packed:
 
 @torch.no_grad()
 def bring(buffers: Sequence[torch.Tensor], loss: Loss | None) -> None:
-    """Let a loss function have the buffers that its twin in a worker's process has now."""
+    """Copy the buffers of a loss from the worker's process that called it to the script's loss."""
     for mine, theirs in zip(loss.buffers if loss else (), buffers, strict=True):
         mine.copy_(theirs)
 

@@ -1,7 +1,7 @@
-"""What the driver has sent to a worker's process of the model, and what has changed here since.
+"""What a worker's process knows of the model, and what the script has changed since.
 
-Attributes of modules follow: what has changed is sent before a pass. Tensors that are other ones
-now, and hooks, cannot be followed, and are an error.
+Attributes of modules that have changed are sent before a pass. Tensors or hooks that were replaced
+cannot be sent, and are an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.errors import InputError
 _VERSION = attrgetter("_version")
 
 AttributeChanges = Mapping[int, Mapping[str, Any]]
-"""For modules, by their number, the attributes that are others now; `MISSING` for those gone."""
+"""By the number of a module, its changed attributes with their values; `MISSING` if removed."""
 
 _Changes = dict[int, dict[str, Any]]
 
@@ -57,10 +57,10 @@ class Unchanged:
                         self._tensors.append(tensor)
 
     def check(self) -> None:
-        """Notice tensors that are other ones now, and hooks that came or went.
+        """Raise if a tensor was replaced, or if hooks were registered or removed.
 
         Raises:
-            InputError: there is one, which the process does not have.
+            InputError: something was, which the process does not have.
         """
         now = list(map(dict.get, self._registries, self._names))
         if not all(map(is_, now, self._tensors)):
@@ -108,7 +108,7 @@ class Following:
         self._gather()
 
     def add(self, modules: Iterable[nn.Module]) -> None:
-        """The process gets these modules, too, as they are now."""
+        """Note that the process gets these modules, too, as they are now."""
         for module in modules:
             self._vars.append(attributes_of(module))
             self._known.append(self._own(self._vars[-1]))
@@ -194,7 +194,7 @@ class Following:
             )
 
     def _own(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """What a process should know of them, in a form that can be compared."""
+        """The attributes of a module that the process should know, in a form for comparison."""
         own = ((name, value) for name, value in attributes.items() if name not in INTERNAL)
         return {name: self._contents(value) for name, value in own}
 
@@ -212,11 +212,11 @@ class Following:
         return frozen(value)
 
     def confirm(self) -> None:
-        """What was sent has arrived."""
+        """Note that what was sent has arrived."""
         self._unsure = {}
 
     def resend(self) -> None:
-        """What was sent may be lost."""
+        """Send again what may be lost, with the next changes."""
         self._again, self._unsure = _merged(self._again, self._unsure), {}
 
 

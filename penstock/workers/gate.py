@@ -1,7 +1,7 @@
-"""Lets the script run the model itself while no worker of this process is amid a module.
+"""Lets the script run the model itself while no worker of this process is inside a module.
 
-When it looks at the model, the script puts other tensors into the modules, so threads of workers
-that run the same modules must not be amid a forward then. Those that wait for values are not.
+When the script looks at the model, it puts other tensors into the modules. Threads of workers that
+run the same modules must not be amid a forward then, but they may be waiting for values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class BusyError(Exception):
 
 
 class Gate:
-    """Many workers may be inside at a time, or else the script alone.
+    """Lets many workers in at a time, or else the script alone.
 
-    A worker may go in while the script waits, so workers that wait for each other inside do so as
-    ever. It waits until all are out, which comes about as nobody starts more passes meanwhile.
+    While the script waits for all workers to come out, more of them may still go in, as those
+    inside may wait for these. The wait ends because no more passes are started meanwhile.
     """
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class Gate:
 
     @contextmanager
     def alone(self, timeout: float) -> Iterator[None]:
-        """While open, nobody is inside; for one thread at a time, which may do so within.
+        """While open, no worker is inside. One thread at a time may open it, and again within.
 
         Args:
-            timeout: seconds that those inside may take.
+            timeout: seconds to wait for the workers inside.
 
         Raises:
-            BusyError: somebody takes longer.
+            BusyError: the wait took longer.
         """
         deadline = time.monotonic() + timeout
         if not self._scripts.acquire(timeout=timeout):
@@ -88,7 +88,7 @@ class Gate:
 
 
 def busy(timeout: float) -> WorkerTimeout:
-    """The error that says so to the user; the worker may be another pipeline's of the model."""
+    """The user's error for `BusyError`; the worker may belong to another pipeline of the model."""
     return WorkerTimeout(
         f"a forward of this model is under way in a worker of this process for more than "
         f"{timeout:g} s, and the script has to run it by itself now; give Pipeline a larger "

@@ -57,10 +57,10 @@ class Pulse:
         return self._look() is not None
 
     def has_stopped(self) -> bool:
-        """Whether it has been stopped for seconds, at this look and at those shortly before.
+        """Whether it has been stopped for seconds, as seen at this look and at earlier ones.
 
-        Between two looks it has not run. So it counts neither if both processes were stopped and
-        go on together, nor if something lets the other run a little at a time.
+        Only looks in quick succession count, between which it has used no processor time. So
+        neither a pause of both processes counts, nor being stopped and resumed again and again.
         """
         now, seen = time.monotonic(), self._look()
         if seen is None or seen != self._seen or now - self._looked > _APART:
@@ -108,7 +108,10 @@ class Beats:
         return Beat(self, rank)
 
     def silent_for(self, rank: int) -> float:
-        """Seconds for which this process has listened and that one has said nothing."""
+        """Seconds since this process heard from a rank; reset if it did not run itself.
+
+        It is negative infinity once the rank has ended, which is noticed elsewhere.
+        """
         return time.monotonic() - self._heard[rank]
 
 
@@ -125,7 +128,7 @@ class Beat:
         self._rank = rank
 
     def has_stopped(self) -> bool:
-        """Whether there has been none for so long that it does not run."""
+        """Whether there has been no beat for so long that the process cannot be running."""
         return self._beats.silent_for(self._rank) >= _SILENT
 
 

@@ -30,19 +30,20 @@ ON_FAILURE: tuple[str, ...] = get_args(OnFailure)
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Who is to run the stages, see `penstock.Pipeline`.
+    """The user's choice of workers, see `penstock.Pipeline`.
 
     Attributes:
         workers: their kind, or `Ray`, which also says what is wanted of the cluster.
         devices: of the workers; `None` leaves them to the plan.
-        timeout: seconds that a step may take; `None` derives it from the plan.
-        allocator: whether the process keeps freed memory.
-        least: so many workers are needed, if they are left to the plan.
+        timeout: seconds that a pass may take; `None` derives it from the plan.
+        allocator: `"keep"` if freed memory stays with the process, `"system"` if the C library
+            decides.
+        least: the smallest number of workers, if `devices` is `None`.
         threads: intra-op threads of each CPU worker; 0 for its share of the cores.
         on_failure: what happens if a worker process or an actor ends.
 
     Raises:
-        InputError: an option has no meaning.
+        InputError: an option has a value that is not allowed.
     """
 
     workers: WorkerKind | Ray
@@ -76,7 +77,7 @@ class WorkerOptions:
             )
 
     def keep_freed_memory(self) -> bool:
-        """Have this process keep freed memory, if that is wanted; whether it does."""
+        """Have this process keep freed memory, if that is wanted; returns whether it does."""
         return self.allocator == "keep" and keep_freed_memory()
 
     @property
@@ -148,12 +149,12 @@ class WorkerOptions:
 
 @contextmanager
 def measuring(kind: str, devices: Devices | None, least: int = 1) -> Iterator[DrivenBackend]:
-    """Workers with which a plan is made; they are gone afterwards.
+    """Start workers to measure links with for a plan, and dismiss them afterwards.
 
     Args:
         kind: `"threads"` or `"processes"`; others are measured with threads.
         devices: of the workers; `None` leaves them to the plan.
-        least: so many workers are needed, if they are left to the plan.
+        least: the smallest number of workers, if `devices` is `None`.
 
     Raises:
         DeviceError: a device does not exist.

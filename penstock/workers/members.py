@@ -17,15 +17,15 @@ class Member:
     """A worker's identity in a running pipeline.
 
     Attributes:
-        number: its place among the members of this membership, from 0, in the order of the plan.
+        number: its number in this membership, from 0, in the order of the plan.
         device: its own, as its machine names it.
         place: which of its replica's workers it is, as the plan numbers them.
-        replica: whose stages it runs.
-        pid: the process that it is, or that it is a thread of.
+        replica: the number of its replica.
+        pid: the id of its process; for a thread, of the process that it belongs to.
         host: the name of its machine.
-        kind: what it is.
-        node: what Ray calls its node, if it is an actor of a Ray cluster.
-        since: it is there since the end of this step; 0 for the first workers.
+        kind: whether it is a thread, a process, a rank or an actor.
+        since: the step at whose end it joined; 0 for the first workers.
+        node: the id that Ray has for its node, if it is an actor of a Ray cluster.
     """
 
     number: int
@@ -64,8 +64,8 @@ class Membership:
 
     Attributes:
         number: how many changes there were before.
-        since: these workers are there since the end of this step; 0 for the first ones.
-        members: who they are, by number.
+        since: the step at whose end these workers took over; 0 for the first ones.
+        members: the workers, by number.
     """
 
     number: int
@@ -85,8 +85,8 @@ class Membership:
         """The next membership.
 
         Args:
-            members: who are its workers.
-            step: after which they have taken over.
+            members: its workers.
+            step: the step at whose end they take over.
         """
         return Membership(self.number + 1, step, tuple(replace(m, since=step) for m in members))
 

@@ -1,7 +1,8 @@
-"""What replicas in processes of their own do not see of each other: an error, not other bits.
+"""Detects what replicas in separate processes would remember differently from one device.
 
-Such replicas have modules and functions of their own. Where these remember something from one
-micro-batch to the next, each would remember other micro-batches than one device does.
+Each such replica has its own copies of modules and functions. If these remember something from one
+micro-batch to the next, each copy remembers other micro-batches than one device would. That is an
+error, as the results would have other bits.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class SideEffects:
-    """What forwards, losses and hooks have left with workers that are about to go.
+    """What forwards, losses and hooks have left with workers that are about to be replaced.
 
     Attributes:
-        remembers: what remembers something from micro-batch to micro-batch, so that replicas in
-            processes of their own cannot run it, in words; empty if nothing does.
-        bring: lets this process have it, for the next workers.
+        remembers: names what remembers something from micro-batch to micro-batch, so that replicas
+            in separate processes cannot run it; empty if nothing does.
+        bring: copies it to this process, for the next workers.
     """
 
     remembers: str = ""
@@ -50,7 +51,7 @@ _HOOKS_OF_PARAMETERS = attrgetter("_backward_hooks", "_post_accumulate_grad_hook
 
 
 class Losses:
-    """The loss and metrics functions that were called, as far as their code differs."""
+    """The loss and metrics functions that were called, one for each code object."""
 
     def __init__(self) -> None:
         self._called: dict[object, object] = {}
@@ -96,7 +97,8 @@ def check_buffers(spans: Iterable[Span], replicas: int, model: nn.Module) -> Non
         spans, replicas, model: as of `check_memories`.
 
     Raises:
-        InputError: they do, or they change those of a BatchNorm that the program has opened.
+        InputError: they do; or they change running statistics of a BatchNorm that the program has
+            opened, or of one that is recomputed and that others know by hooks or as a part.
     """
     spans = list(spans)
     modules = modules_of(spans)
@@ -129,17 +131,17 @@ def check_buffers(spans: Iterable[Span], replicas: int, model: nn.Module) -> Non
 
 @contextmanager
 def unchanged(loss: Loss | None, modules: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Around a pass of a replica that calls functions of its own: the loss function, and hooks.
+    """Around a pass of a replica with its own loss function, metrics function and hooks.
 
     Hooks that cannot be pickled are not looked at.
 
     Args:
-        loss: with the loss function and the metrics function.
-        modules: whose hooks are looked at, and those of their parameters.
+        loss: has the loss function and the metrics function.
+        modules: the modules whose hooks, and those of their parameters, are looked at.
 
     Raises:
-        InputError: one of them is another one afterwards, or the metrics function is; or the loss
-            function cannot be pickled, so that this is not known.
+        InputError: the pass has changed what one of them holds; or the loss function or the metrics
+            function cannot be pickled, so that this cannot be known.
     """
     own = {id(tensor) for m in modules for tensor in (*m.parameters(False), *m.buffers(False))}
     functions = _State((loss.function, loss.metrics) if loss else (), own)
@@ -170,15 +172,15 @@ def _named(module: nn.Module, model: nn.Module) -> str:
 
 
 class _State:
-    """What functions remember, as it is now.
+    """What functions hold at the time when this is made.
 
     Args:
         function: one, or several.
-        known: tensors, by id, that are not compared.
+        known: the ids of tensors that are not compared.
 
     Attributes:
         function: as given.
-        problem: why it cannot be known.
+        problem: what pickling the functions raised; `None` if it succeeded.
     """
 
     def __init__(self, function: object, known: Collection[int]) -> None:
@@ -193,7 +195,7 @@ class _State:
             self._tensors = [tensor.detach().clone() for tensor in tensors]
 
     def has_changed(self) -> bool:
-        """Whether it is another one now."""
+        """Whether the functions hold something else now."""
         data, tensors = self._packed()
         return data != self._data or not all(map(same_tensor, self._tensors, tensors))
 

@@ -23,27 +23,27 @@ class Parts(Protocol):
 
     @property
     def updated(self) -> Collection[torch.Tensor]:
-        """Parameters that were updated by a step which workers did not bring to its end."""
+        """Parameters that were updated by a step that the workers did not complete."""
 
     @property
     def number(self) -> int | None:
-        """Under which worker processes have what they remember; `None` if it is here."""
+        """The number of the optimizer in worker processes; `None` if its state is here."""
 
     def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Update every parameter, with the settings that these groups have now.
 
         Args:
-            groups: of the optimizer.
-            state: that it has here.
-            redo: does such a step with the parts that there are then, and these groups, if those
-                who have done this one are lost.
+            groups: the optimizer's parameter groups.
+            state: the optimizer's state in this process.
+            redo: does the step again, for the groups that it is given, with the parts that there
+                are then; called if workers that did this step are lost.
         """
 
     def fetch(self, state: State) -> None:
-        """Bring what the parts remember into `state`."""
+        """Replace `state` by what the parts remember."""
 
     def load(self, state: State) -> None:
-        """Let the parts remember what is in `state`."""
+        """Replace what the parts remember by `state`."""
 
 
 class LocalParts:
@@ -80,10 +80,10 @@ class LocalParts:
         self._run([partial(_step, worker, part) for worker, part in enumerate(self._parts)])
 
     def fetch(self, state: State) -> None:
-        """Does nothing: parts of the same process write into `state` itself."""
+        """Do nothing: parts in this process write into `state` itself."""
 
     def load(self, state: State) -> None:
-        """It comes with the next step."""
+        """Do nothing: the parts get `state` with the next step."""
 
 
 def _step(worker: int, part: Optimizer) -> None:
@@ -115,7 +115,7 @@ def own_groups(groups: Groups, owned: Sequence[torch.Tensor]) -> list[dict[str, 
 
 
 def settings_of(groups: Groups) -> list[dict[str, Any]]:
-    """What the groups say, apart from which parameters are in them."""
+    """The settings of the groups: all that is in them but the parameters."""
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
@@ -131,19 +131,20 @@ def as_they_are(groups: Groups) -> list[dict[str, Any]]:
 
 
 def use_settings(part: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Let a part's groups say the same."""
+    """Have these settings in the groups of a part."""
     for own, shared in zip(part.param_groups, settings, strict=True):
         own.update(shared)
 
 
 def move_state(groups: Groups, state: State) -> None:
-    """Bring what is remembered of parameters to the devices where these are by now.
+    """Move an optimizer's state to the devices where the parameters are now.
 
-    As `Optimizer.load_state_dict` has it, counts of steps stay unless a kernel uses them.
+    As with `Optimizer.load_state_dict`, counts of steps stay where they are unless a kernel uses
+    them (`capturable` or `fused`).
 
     Args:
-        groups: of the optimizer.
-        state: what is remembered, which is changed.
+        groups: the optimizer's parameter groups.
+        state: the optimizer's state, which is changed.
     """
     for group in groups:
         counts_move = group.get("capturable") or group.get("fused")

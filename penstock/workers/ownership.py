@@ -15,20 +15,20 @@ from penstock.workers.ways import NewWay
 
 
 class Ownership:
-    """The tensors that every worker's stages use; in a replica as in every other.
+    """The tensors that every worker's stages use, which are the same in every replica.
 
     Args:
-        placement: for every stage its worker.
-        replicas: of these workers.
-        devices: of all workers, replica after replica, if they have devices of their own: one owns
-            what is on its device.
+        placement: for every stage the place of its worker in the replica.
+        replicas: how many there are.
+        devices: of all workers, replica after replica, if replicas may be on different devices; a
+            worker then owns only tensors on its own device. Empty if this does not matter.
 
     Attributes:
-        parameters: of every worker of a replica.
-        buffers: of every worker of a replica.
-        changing: of every worker of a replica the buffers that a forward changes.
-        apart: the parameters, by id, that are not in the graph which the loss is a part of: those
-            of all stages but the last, and of spans that are cut off from its end.
+        parameters: for every place in a replica, those that the worker's stages use.
+        buffers: for every place in a replica, those that the worker's stages use.
+        changing: for every place in a replica, the buffers that a forward changes.
+        apart: the parameters, by id, outside of the graph that ends in the loss: those of all
+            spans but the last one of the last stage, and of that one as well if it is recomputed.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Ownership:
     def owned(self) -> list[list[torch.Tensor]]:
         """For every worker, replica after replica, the tensors that it updates and saves.
 
-        Each is in one list. Those that several stages use belong to the first of them; replicas
-        share those of a worker by their bytes.
+        Each tensor is in one list. If several stages use it, it belongs to the first of them. The
+        workers at the same place of all replicas divide their tensors, by bytes.
         """
         count = len(self.parameters)
         found: list[list[torch.Tensor]] = [[] for _ in range(self._replicas * count)]
@@ -86,7 +86,7 @@ class Ownership:
     def own(
         self, worker: int, wanted: Sequence[nn.Parameter] | None
     ) -> Sequence[nn.Parameter] | None:
-        """Those of these parameters that are this worker's; `None`, which is all, stays."""
+        """The wanted parameters that this worker has; `None` (all of them) stays `None`."""
         if wanted is None:
             return None
         chosen = set(map(id, wanted))

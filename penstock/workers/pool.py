@@ -54,7 +54,7 @@ class Dispatch:
         return sorted(self.given - self.results.keys())
 
     def failures(self) -> list[BaseException]:
-        """What was raised, with the workers that were merely asked to stop last."""
+        """What was raised; `Aborted`, from workers that were only made to stop, comes last."""
         errors = [r.error for r in list(self.results.values()) if r.error is not None]
         return sorted(errors, key=lambda error: isinstance(error, Aborted))
 
@@ -287,11 +287,11 @@ class Pool(ABC):
             self._give_up(why)
 
     def _recall(self, current: Dispatch) -> None:
-        """Whoever gave out jobs was interrupted: see to it that none is waited for in vain."""
+        """After an interruption of `start`: do not wait for jobs that were never given."""
         return
 
     def _give_up(self, why: BaseException) -> None:
-        """Wake everybody and wait a little; what still runs then closes the workers."""
+        """Wake everybody and wait for `grace` seconds; close the pool if a worker is busy then."""
         dispatches, self._open = self._open, []
         try:
             if not any(current.whole for current in dispatches):

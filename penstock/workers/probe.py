@@ -39,16 +39,16 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 
 
 class LinkProbe(Protocol):
-    """Where it is measured: workers of one kind, before they have a plan.
+    """Measures links with workers of one kind, before they have a plan.
 
     Attributes:
-        kind: of the workers, as of `Member`.
+        kind: the kind of these workers, as in `Member`.
         overlaps: whether a worker goes on while what it sends is under way.
     """
 
     @property
     def kind(self) -> str:
-        """Of the workers, as of `Member`."""
+        """The kind of these workers, as in `Member`."""
 
     @property
     def overlaps(self) -> bool:
@@ -60,22 +60,22 @@ class LinkProbe(Protocol):
     def one_way(
         self, one: torch.device, other: torch.device, size: int, rounds: int
     ) -> Sequence[float]:
-        """The seconds in which so many bytes get from one worker to another and back, by round."""
+        """For each round, the seconds for `size` bytes from one worker to another and back."""
 
     def overhead(self, one: torch.device, other: torch.device) -> float:
-        """What `overhead_here` says on the slower of two workers."""
+        """The larger result of `overhead_here` on two linked workers."""
 
     def adding(self, one: torch.device, other: torch.device) -> float:
-        """What `adding_here` says on the slower of two workers, at work at the same time."""
+        """The larger result of `adding_here` on two workers that measure at the same time."""
 
 
 def with_links(profile: Profile, devices: Sequence[torch.device], where: LinkProbe) -> Profile:
-    """The profile, with the links between these devices and what their workers need besides.
+    """The profile, with the links between these devices and the overheads of their workers.
 
     Args:
         profile: of calls.
         devices: of the workers, in the order of the stages; they exist.
-        where: the workers that it is measured with.
+        where: measures with workers of the kind that will run the plan.
 
     Raises:
         WorkerTimeout: a worker does not answer.
@@ -91,11 +91,11 @@ def with_links(profile: Profile, devices: Sequence[torch.device], where: LinkPro
 
 
 def measure_links(devices: Sequence[torch.device], where: LinkProbe) -> dict[str, Link]:
-    """The link between every two kinds of neighbours, by `"cpu>cuda:0"`: sender and receiver.
+    """The links between neighbours, both ways, by their devices: `"cpu>cuda:0"`.
 
     A tensor goes to another worker and back, through a link as it joins two stages; one way is
-    half of that. Where values are handed over by reference, only the latency counts, however large
-    they are: most of it is the time that a thread needs to wake up.
+    half of that. Where values are handed over by reference, only the latency counts, whatever their
+    size: most of it is the time that a thread needs to wake up.
 
     Raises:
         WorkerTimeout: a worker does not answer.
@@ -136,15 +136,16 @@ def pong(source: Source, device: torch.device, rounds: int) -> None:
 
 
 def overhead_here(index: int, link: Any, device: torch.device) -> float:
-    """Seconds that a worker needs for an action beside the calls in it.
+    """Seconds of an action beyond the calls in it, on a worker.
 
-    It runs one of two stages that do nothing, while another worker runs the other one: what they
-    hand over and what they keep from each other, an interpreter's lock for instance, counts as it
-    does in training. A GPipe schedule waits so seldom that latencies do not count.
+    The worker runs one of two stages that do nothing, while another worker runs the other one. So
+    the cost of handing values over counts as it does in training, and so does what keeps the two
+    from running at the same time, such as an interpreter's lock. A GPipe schedule waits so seldom
+    that latencies do not count.
 
     Args:
-        index: of the stage, 0 or 1.
-        link: between the two; this worker's end of it.
+        index: the number of the stage, 0 or 1.
+        link: this worker's end of the link between the two stages.
         device: of this worker.
     """
     feed, outlet = Feed(device), Outlet(Endings())
@@ -169,10 +170,10 @@ def adding_here(
     device: torch.device,
     adding: Callable[[Sequence[nn.Parameter]], Adding] = lambda _: nullcontext,
 ) -> float:
-    """Seconds that a parameter takes longer in every backward if replicas add up its gradients.
+    """Additional seconds per parameter and backward if replicas add up gradients in order.
 
-    Those of a micro-batch whose turn has not come are computed apart and added later; how long the
-    same backward takes that adds to `.grad` itself is subtracted.
+    The gradients of a micro-batch whose turn has not come are computed apart and added later. The
+    time of the same backward when it adds to `.grad` itself is subtracted.
 
     Args:
         device: of this worker.

@@ -19,15 +19,15 @@ from penstock.workers.ways import NewWay
 
 
 class ProcessState(ABC):
-    """What jobs that several kinds of workers have in common are called with.
+    """The state of a worker's process, with which jobs for several kinds of workers are called.
 
     Attributes:
-        patience: seconds of looking again and again before it sleeps.
+        patience: seconds for which it polls before it sleeps.
         tensors: parameters and buffers of the model, by the numbers by which the driver knows them.
         modules: the user's, in the order in which they came.
-        memory: what these and their hooks held when they came.
+        memory: what these modules and their hooks held when they came.
         inbox: unpacks stages; modules that several have in common are the same objects.
-        optimizers: its parts of them, by number.
+        optimizers: this worker's part of each optimizer, by number.
     """
 
     patience: float
@@ -72,14 +72,14 @@ class ProcessState(ABC):
         return new_way, new
 
     def parameters(self, numbers: Sequence[int] | None) -> list[nn.Parameter] | None:
-        """The parameters with these numbers; `None`, which is all, stays."""
+        """The parameters with these numbers; `None` (all of them) stays `None`."""
         found = None if numbers is None else (self.tensors[number] for number in numbers)
         return None if found is None else [t for t in found if isinstance(t, nn.Parameter)]
 
     def remembered(self, number: int) -> dict[Any, dict[str, Any]]:
         """The state of its part of an optimizer, by the numbers of parameters.
 
-        What is no parameter's is under other keys.
+        State that belongs to no parameter is under its own keys.
         """
         numbers: dict[int, Any] = {id(tensor): number for number, tensor in self.tensors.items()}
         state = self.optimizers[number].state

@@ -17,9 +17,9 @@ class Work:
     """A pass, a step of an optimizer, or something else that workers have done.
 
     Attributes:
-        redo: does it again, with the workers that it is given, as it was done.
-        order: of a pass; without what enters it.
-        nbytes: that are kept for it.
+        redo: does it again in the same way, with the workers that it is called with.
+        order: the pass, without its inputs; `None` if it is not a pass.
+        nbytes: bytes of memory that are kept for it.
     """
 
     redo: Callable[[Any], None]
@@ -35,7 +35,7 @@ class LostWork:
         works: in the order in which they were done.
         rewound: while open, the script's model is as it was at that moment; afterwards it is again
             what the script has made of it.
-        current: the tensors of the model of which the script had what the workers had.
+        current: the tensors of the model of which the script had the workers' current values.
     """
 
     works: Sequence[Work] = ()

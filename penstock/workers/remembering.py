@@ -42,13 +42,13 @@ _BASES: Any = (OrderedDict, dict, list, deque, set)
 
 
 class StateKey(NamedTuple):
-    """Where something is.
+    """The place of something in a process: an attribute of a module, or a hook.
 
     Attributes:
-        kind: what has it: a module or a tensor.
-        number: by which both sides know that.
-        registry: of hooks; empty for an attribute.
-        name: of the attribute, or of the hook's place in the registry.
+        kind: what has it: `"module"` or `"tensor"`.
+        number: the number by which both sides know this module or tensor.
+        registry: the name of the registry of hooks; empty for an attribute.
+        name: the name of the attribute, or the hook's position in the registry.
     """
 
     kind: str
@@ -58,11 +58,11 @@ class StateKey(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is at a place now, if that is something else than what came.
+    """What is at a place now, if it has changed since it came.
 
     Attributes:
         value: packed; modules and shared tensors in it are referred to.
-        same: whether it is the same object, which holds something else.
+        same: whether it is the same object, with other contents.
         problem: why it cannot be brought to the driver; empty if it can.
     """
 
@@ -106,7 +106,7 @@ class ModuleMemory:
                 self._before[key] = value, _print_of(value, known)
 
     def found(self) -> dict[StateKey, Found]:
-        """What is something else now than when it came."""
+        """What has changed since it came, by its place."""
         known = self._known()
         modules, tensors = range(len(self._modules)), list(self._tensors)
         now = dict.fromkeys(self._before, MISSING) | dict(self._places(modules, tensors))
@@ -150,7 +150,7 @@ def _hooks_in(key: StateKey, hooks: Mapping[int, Any] | None) -> Iterator[tuple[
 
 
 def _print_of(value: object, known: Mapping[int, int]) -> Any:
-    """What is compared of a value: another one if anything in it is another one."""
+    """A fingerprint of a value for comparison, which differs if anything in the value differs."""
     if isinstance(value, SCALARS) or value is MISSING:
         return frozen(value)
     try:
@@ -161,7 +161,7 @@ def _print_of(value: object, known: Mapping[int, int]) -> Any:
 
 
 def _found(value: object, same: bool, known: Mapping[int, int]) -> Found:
-    """What is sent of a value that is another one now."""
+    """What is sent to the driver of a value that has changed."""
     try:
         packed = pack_apart(value, known)
     except Exception as error:
@@ -190,7 +190,7 @@ class Finder:
         return self.modules[number // 2] if number % 2 else self.tensors[number // 2]
 
     def now(self, key: StateKey) -> Any:
-        """What the driver has at a place; `MISSING` if it has nothing."""
+        """The driver's own object at a place; `MISSING` if there is none."""
         if not key.registry:
             return attributes_of(self._holder(key)).get(key.name, MISSING)
         hooks = list(self._registry(key).items())
@@ -215,13 +215,13 @@ class Finder:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that the driver is to have.
+    """Something that is to be changed in the driver.
 
     Attributes:
-        finder: of the processes that it comes from.
-        key: where it goes.
-        value: what it is, in memory of this process.
-        same: whether it is what the driver has there, and holds something else.
+        finder: finds what the processes that it comes from refer to.
+        key: the place where it goes.
+        value: the new value, in memory of this process.
+        same: whether the driver's object stays, and gets the contents of `value`.
         name: of the place, in words.
     """
 
@@ -232,7 +232,7 @@ class Change:
     name: str
 
     def make(self) -> None:
-        """Have it, in the objects that there are."""
+        """Change it, keeping the driver's own objects where possible."""
         value = self.value
         if self.same:
             known = {id(thing) for thing in (*self.finder.tensors, *self.finder.modules)}
@@ -243,11 +243,11 @@ class Change:
 def changes(
     found: Sequence[Mapping[StateKey, Found]], finder: Finder, name: Callable[[StateKey], str]
 ) -> list[Change]:
-    """What the processes at one place of all replicas have, for the driver.
+    """The changes to be made in the driver, from the processes at one place of all replicas.
 
     Args:
-        found: by replica.
-        finder: of what they have.
+        found: for each replica what has changed in its process.
+        finder: finds what these processes refer to.
         name: gives the name of a place, for errors.
 
     Raises:
@@ -286,11 +286,11 @@ def make_all(made: Iterable[Change]) -> None:
 
 
 def check_apart(made: Sequence[Sequence[Change]], modules: Sequence[Sequence[nn.Module]]) -> None:
-    """Raise if processes have copies of one object that are no longer alike.
+    """Raise if processes have copies of one object that have become different.
 
     Args:
-        made: what is to be made, by place.
-        modules: of every place.
+        made: for each place in a replica, the changes to be made.
+        modules: for each place, the modules that its processes have.
 
     Raises:
         InputError: they have.
@@ -323,7 +323,7 @@ def _opened(packed: Packed, finder: Finder) -> Any:
 
 
 class _Bringing:
-    """Brings what objects hold into others of the same kind, so that whoever knows these sees it.
+    """Copies the contents of objects into others of the same kind, so that these stay in use.
 
     Args:
         known: the ids of tensors and modules that both sides have anyway.

@@ -19,11 +19,11 @@ TIMEOUT = 3600.0  # seconds that the writing of a checkpoint may take
 
 @dataclass
 class Portion:
-    """What belongs to one worker.
+    """What one worker owns, and writes.
 
     Attributes:
-        tensors: parameters and buffers, by the model's names.
-        states: by optimizer, what those remember that are in this process, by parameters' names.
+        tensors: parameters and buffers, by their names in the model.
+        states: by optimizer, its state in this process, by the names of parameters.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -34,12 +34,12 @@ class SaveOrder(NamedTuple):
     """A save that begins.
 
     Attributes:
-        folder: where to.
-        number: of the save there.
-        portions: for every worker.
-        names: of all parameters, by the parameters' ids.
-        remote: optimizers whose states are in worker processes, by name.
-        background: whether to copy everything first, and then to return.
+        folder: the path of the folder of checkpoints.
+        number: the number of the save in this folder.
+        portions: for every worker what it owns.
+        names: the names of all parameters, by their ids.
+        remote: by name, the optimizers whose states are in worker processes.
+        background: whether to return once everything is copied, before it is written.
     """
 
     folder: str

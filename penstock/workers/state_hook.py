@@ -12,11 +12,11 @@ Check = Callable[[nn.Module, bool], None]
 
 
 class StateHook:
-    """Has it checked whether the tensors here are current, where somebody reads all of them.
+    """A hook that calls `check` when the state of a module is read, by `state_dict()` or pickling.
 
     Args:
-        model: the whole of it; pickling it reads it.
-        check: raises if they are not.
+        model: the whole model, which is read when the hook is pickled together with it.
+        check: raises if the tensors in this process are not current.
     """
 
     def __init__(self, model: nn.Module, check: Check) -> None:

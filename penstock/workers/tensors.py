@@ -58,6 +58,6 @@ def described(number: int, tensor: torch.Tensor, place: TensorPlace) -> Shared:
 
 
 def hooks_of_tensors(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The hooks of their gradients, by numbers that are never used twice."""
+    """The identifiers of the hooks on these tensors' gradients; torch never uses one twice."""
     registries = chain.from_iterable(map(_HOOKS, tensors))
     return list(chain.from_iterable(filter(None, registries)))

@@ -17,7 +17,7 @@ _TIMEOUT = 60.0  # seconds for a link; it takes milliseconds, unless the machine
 
 
 class ThreadProbe:
-    """Threads, which are made for the purpose."""
+    """Measures links with threads that it starts for the purpose."""
 
     kind = "thread"
     overlaps = True

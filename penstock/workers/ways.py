@@ -36,8 +36,8 @@ class StageSpans:
 
     Attributes:
         spans: in order, one at least.
-        deferral: where their modules leave the weight halves of backwards; the stage's own, the
-            same on every way.
+        deferral: where the modules leave the weight halves of backwards; the same object for all
+            ways of the stage.
     """
 
     spans: list[Span]
@@ -49,12 +49,12 @@ class NewWay:
     """One more way through the model, for the workers.
 
     Attributes:
-        training: in which mode.
-        stages: by number.
+        training: whether it is for training mode, or for evaluation.
+        stages: what each stage runs, by its number.
         ending: how its results are put together.
-        deferred: whether BatchNorms are moved once per batch.
-        crossing: for every stage the weights among the values that come from the stage before: the
-            name of each in the model by its place.
+        deferred: whether running statistics of BatchNorms are updated once per batch.
+        crossing: by stage, the weights among the values that come from the stage before: their
+            names in the model, by their positions among these values.
     """
 
     training: bool
@@ -65,14 +65,15 @@ class NewWay:
 
 
 class Origins(NamedTuple):
-    """Where the leaves of a session's result come from; each by its number.
+    """Where the leaves of a session's result come from; `k` is the number of a leaf.
 
     Attributes:
-        leaves: those that are the same for every call; something for each of the others.
-        kept: the stage that keeps a value, and how its sizes depend on those of the inputs.
-        passed: which input a leaf is.
-        brought: which of the last stage's values a leaf is.
-        sized: what a leaf is computed with from the sizes.
+        leaves: all of them; constants are in place, the others are replaced after a pass.
+        kept: `(k, stage, sizes)`: the stage that keeps the value, and how its sizes depend on
+            those of the inputs.
+        passed: `(k, leaf)`: the leaf of the inputs that it is.
+        brought: `(k, position)`: its position among the last stage's values.
+        sized: `(k, size)`: computes it from the sizes of the inputs.
     """
 
     leaves: list[Any]
@@ -87,13 +88,14 @@ class Way:
     """One way through the model.
 
     Attributes:
-        trace: the recording that it is.
+        trace: the recording of this way.
         inputs: the values that enter the first stage, in order.
         outputs: the values that leave the last one, in order.
         apart: the inputs and results that stay with their stages.
-        taken: for every such input the stage that takes it.
-        kept: for every such result the stage that keeps it; not of inputs that are passed on.
-        crossing: the names of the weights that go from a stage to another.
+        taken: for every such input, by its leaf, the stage that takes it.
+        kept: for every such result, by its leaf, the stage that keeps it; not for inputs that are
+            passed on.
+        crossing: the names of the weights that go from one stage to another.
     """
 
     trace: Trace
@@ -134,7 +136,7 @@ class Way:
         return assemble(self.trace, dict(zip(self.outputs, results, strict=True)), sizes)
 
     def gives_the_same(self, other: Way) -> bool:
-        """Whether both have the same results, apart from what is in them."""
+        """Whether results of both have the same structure, and are merged along the same dims."""
         if self is other:
             return True
         mine, theirs = (
@@ -146,7 +148,7 @@ class Way:
 
 
 def _place(leaf: Any, outputs: Sequence[Value]) -> Any:
-    """Which of the results a leaf of the model's result is, or the constant that it is."""
+    """The position of a leaf of the model's result among `outputs`; a constant stays itself."""
     return ("result", outputs.index(leaf)) if isinstance(leaf, (Ref, Attribute)) else leaf
 
 
@@ -156,18 +158,19 @@ class Ways:
     The workers get to know each before it is first taken.
 
     Args:
-        program: what is run.
-        plan: how it is cut, and where its stages run.
+        program: the captured program.
+        plan: the plan that cuts it, and says where its stages run.
         devices: of the workers.
-        training: the mode.
+        training: whether these are the ways of training mode, or of evaluation.
         announce: sends the workers a way.
-        deferred: whether BatchNorms are moved once per batch.
-        before: those of other workers, if there were some: ways keep their numbers.
+        deferred: whether running statistics of BatchNorms are updated once per batch.
+        before: the ways of earlier workers, if there were some; they keep their numbers.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
         graphs: whether stages are run as graphs where they can.
 
     Attributes:
-        not_recorded: why stages are not, for the last way, by number; none without `graphs`.
+        not_recorded: by stage, the last reason found why something in it is not run as graphs;
+            empty without `graphs`.
     """
 
     def __init__(
@@ -228,9 +231,10 @@ class Ways:
         return self._add(trace, apart)
 
     def follow(self, number: int, leaves: Sequence[Any], apart: KeptInStages = NOTHING) -> None:
-        """Have under this number the way that another process takes with these input leaves.
+        """Give the way that another process takes with these input leaves the same number here.
 
-        If the model here takes another way, or has missed some, these numbers are void.
+        Numbers of ways that this process has missed, or for which its model takes another way, are
+        void.
         """
         while len(self) < number:
             self._add_void()
@@ -249,13 +253,22 @@ class Ways:
         self._void.add(self._add(self._program.trace(self.training)))
 
     def numbers(self, number: int, leaves: Sequence[Any] = ()) -> dict[str, Any]:
-        """The numbers that a way is passed, as they are now in attributes and these inputs."""
+        """The present values of the numbers that a way takes as arguments.
+
+        Args:
+            number: of the way.
+            leaves: of the inputs, from which some of the numbers come; others are in attributes.
+        """
         reads = self.traces[number].reads
         asked = reads.numbers or reads.given
         return reads.passed_in(self._program.model, leaves) if asked else {}
 
     def check(self, number: int, sizes: Sizes) -> None:
-        """Raise unless the model here would take a way, too, that another process has chosen.
+        """Raise unless the model here would also take the way that another process has chosen.
+
+        Args:
+            number: of the way.
+            sizes: of the micro-batch, with the numbers that the other process passes to the way.
 
         Raises:
             InputError: it would not.
@@ -275,7 +288,7 @@ class Ways:
                 )
 
     def common(self, microbatches: Sequence[MicroBatch], anyway: bool = False) -> Way:
-        """The way of all micro-batches, as far as putting their results together is concerned.
+        """The way of the first micro-batch, after a check that the results of all can be merged.
 
         Args:
             microbatches: of a batch.
@@ -291,10 +304,10 @@ class Ways:
         return first
 
     def alike(self, microbatches: Sequence[MicroBatch]) -> Way:
-        """The way of all micro-batches, as far as the structure of their results is concerned.
+        """The way of the first micro-batch, after a check that all results have one structure.
 
         Raises:
-            InputError: it differs.
+            InputError: they have different ones.
         """
         first, *others = (self[way] for way in dict.fromkeys(m.way for m in microbatches))
         if not all(first.gives_the_same(other) for other in others):
@@ -316,7 +329,7 @@ class Ways:
     def announce(self, number: int) -> None:
         """Let the workers know this way, and those before it, in order.
 
-        One before it that they cannot have is void: the batch that takes it raises the error.
+        An earlier way that they cannot run becomes void; a batch that takes it gets the error.
         """
         while len(self._ways) <= number:
             this = len(self._ways)

@@ -27,7 +27,7 @@ from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
 
 _TIMEOUT = 120.0  # seconds; most of it for starting
-_LEAVE_DEVICES = 10.0  # to let go of a device's memory, which is kept for a process that is killed
+_LEAVE_DEVICES = 10.0  # to free memory of a device, which stays allocated if the process is killed
 
 
 class ProcessBackend(DrivenBackend):
@@ -36,11 +36,11 @@ class ProcessBackend(DrivenBackend):
     Args:
         devices, least, threads: as of `DrivenBackend`.
         allocator_kept: whether the processes keep freed memory.
-        survives: whether they can go on if one of them ends.
+        survives: whether the others go on if one of the processes ends.
         spares: how many more processes wait to take the place of one that ends.
-        survivors: processes that others have left; new ones are started as far as they do not
-            suffice.
-        staying: how many processes will be among them, by `welcome`. So many fewer are started, and
+        survivors: processes that are left of another pool; new ones are started only if these do
+            not suffice.
+        staying: how many processes will join later, by `welcome`. That many fewer are started, and
             links cannot be measured.
 
     Raises:
@@ -89,7 +89,7 @@ class ProcessBackend(DrivenBackend):
         return ProcessPool(count, lambda: None, survivors, self._survives, spares, **leave)
 
     def welcome(self, survivors: Survivors) -> None:
-        """Have these processes among the workers; those that were started here come after them."""
+        """Have these processes as the first workers; those that were started here come after."""
         if isinstance(survivors, ProcessSurvivors):
             self._staying, self._memories = survivors, survivors.memories
         else:
@@ -105,7 +105,7 @@ class ProcessBackend(DrivenBackend):
         super()._have(devices, threads)
 
     def wait(self, progress: Progress | None) -> None:
-        """Until they have started, and imported what they need."""
+        """Wait until the processes have started, and imported what they need."""
         if not len(self._pool):
             return
         what = f"starting {len(self._pool)} worker processes"
@@ -116,10 +116,12 @@ class ProcessBackend(DrivenBackend):
             progress(1, 1, what)
 
     def check_replicas(self, replicas: int) -> None:
-        """Any number of them on CPUs, where they share the model's memory.
+        """Raise if there are several replicas on devices other than CPUs.
+
+        On CPUs any number of replicas share the model's memory.
 
         Raises:
-            InputError: there are several on other devices.
+            InputError: there are.
         """
         others = [str(device) for device in self.devices if device.type != "cpu"]
         if others and replicas > 1:
@@ -129,10 +131,10 @@ class ProcessBackend(DrivenBackend):
             )
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
-        """Move the model to memory that they share, and send them their stages.
+        """Move the model to memory that the processes share, and send them their stages.
 
-        If the plan has chosen how many workers there are, those that links were measured with are
-        among them, as far as they are needed.
+        If the plan has chosen the number of workers, the processes with which links were measured
+        are among them, as far as they are needed.
         """
         check_separate(model)
         pool, count = self._pool, len(plan.devices)
@@ -149,7 +151,7 @@ class ProcessBackend(DrivenBackend):
         return ProcessWorkers(plan, model, self._pool, devices, seconds, modes, self._memories)
 
     def _enter(self) -> None:
-        """Tell the processes that were in another pool of this one."""
+        """Have the processes that come from another pool enter this one."""
         pool, count = self._pool, len(self._pool)
         if pool.old:
             jobs: list[Job] = [Enter(k, count, pool.grant(pool.board.fd, k)) for k in pool.old]

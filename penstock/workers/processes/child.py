@@ -70,7 +70,7 @@ def _offer_stacks(dump: int) -> None:
 
 
 def _wake(writes: int, *_: object) -> None:
-    """Wake the thread, if something else is woken by signals in its place, as by asyncio."""
+    """Wake the thread that writes stacks, if signals wake something else, such as asyncio."""
     before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     if before not in (-1, writes):
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)

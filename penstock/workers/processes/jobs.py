@@ -42,7 +42,7 @@ from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.tensors import Shared
 
 End = tuple[Literal["sink", "source", "local"], int]
-"""Which end of a link a worker has, and the number of its socket."""
+"""Which end of a link a worker has, and the grant of its socket; 0 if both ends are here."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Enter:
 
 @dataclass(frozen=True)
 class Import:
-    """Import modules ahead of time; those that cannot be are left for the time when they have to.
+    """Import modules ahead of time; those that fail are imported again when they are needed.
 
     Attributes:
         names: of the modules.
@@ -89,9 +89,9 @@ class Common:
     """What a worker has in common with those at its place in other replicas.
 
     Attributes:
-        wakeup: the grant of its own.
-        wakeups: the grants of theirs.
-        turns: the grant and the size of memory for turns.
+        wakeup: the grant of the pipe by which this worker is woken.
+        wakeups: the grants of the pipes by which it wakes the others.
+        turns: the grant and the size of the memory for turns.
     """
 
     wakeup: int
@@ -159,7 +159,7 @@ class AddWay:
         way: a `NewWay`, packed.
         modules: the user's modules that come with it, packed after it.
         turns: the grant and the size of memory for turns of these modules, with other replicas.
-        crossing: weights that it names to workers beside it, or that they name to it.
+        crossing: weights on links to other workers, which messages name instead of copying.
     """
 
     doing: ClassVar[int] = STARTING
@@ -198,7 +198,7 @@ def take(own: WorkerState, packages: Sequence[Package]) -> None:
 
 
 def mapped(own: WorkerState, package: Package) -> Iterator[tuple[Shared, torch.Tensor]]:
-    """The tensors of a package, and where they are."""
+    """The tensors of a package, each with its memory in this process."""
     if package.grant < 0:
         for shared in package.tensors:
             yield shared, shared.shared
@@ -210,19 +210,20 @@ def mapped(own: WorkerState, package: Package) -> Iterator[tuple[Shared, torch.T
 
 @dataclass(frozen=True)
 class RunPass:
-    """Run a pass.
+    """Run this worker's part of a pass.
 
     Attributes:
         order: this worker's part of it, without the loss.
         loss: packed, if this worker has the last stage and there is one.
-        gradients: of the parameters; `None` if there will be none.
+        gradients: what the worker has to know of them before the pass; `None` if there will be
+            none.
         training: for every module whether it is in training mode, if that has changed.
-        attributes: of modules, packed, if some have changed.
-        forgotten: modes and numbers of batches that will not come back.
+        attributes: those of modules that have changed, packed; `None` if none have.
+        forgotten: pairs `(training, number)` of batches for which no backward will come.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
-        reports_memory: whether to say what forwards have left in modules.
-        kind: a number by which a `RunLike` refers to it, if one may.
+        reports_memory: whether to report what forwards have left in modules.
+        kind: the number by which a later `RunLike` refers to this pass; `None` if none may.
     """
 
     order: Order
@@ -246,7 +247,7 @@ class RunPass:
         return replace(self, order=self.order.changed(values=values, gradients=gradients))
 
     def __call__(self, own: WorkerState) -> Outcome:
-        """What has come of it; gradients are in the slot."""
+        """Run it, and return the outcome; the gradients of parameters are in the slot."""
         with loading():
             loss: Loss | None = unpack(*self.loss, own.device_for) if self.loss else None
             attributes: AttributeChanges = (
@@ -278,7 +279,7 @@ class RunPass:
         outcome.written = given.written()
         if loss is not None and has_work:
             outcome.buffers = loss.buffers
-        if order.what != "forward":  # whose graph may still need what there was before
+        if order.what != "forward":  # its graph may still need what was replaced
             own.put_buffers_back()
             own.put_memory_back()
         if order.goes_back:
@@ -290,18 +291,18 @@ class RunPass:
 
 @dataclass(frozen=True)
 class RunLike:
-    """Run a pass of one micro-batch like one before, of a model that is as it was.
+    """Run a pass of one micro-batch that is like an earlier one, of a model that is unchanged.
 
-    A `RunPass` in few bytes, as such passes are short: a token of a text, say.
+    It takes fewer bytes than a `RunPass`, as such passes are short: one token of a text, say.
 
     Attributes:
-        kind: what it is like, see `RunPass`.
+        kind: the kind of the earlier pass, see `RunPass`.
         number: of the batch.
         sizes: of the micro-batch.
-        key: of its random numbers.
-        way: that it takes.
-        states: those of a session: of `States` what is in it.
-        values: that enter the first stage, if this worker has it.
+        key: of its random numbers: seed, step and number of the micro-batch.
+        way: the number of the way that it takes.
+        states: the fields of the micro-batch's `States`.
+        values: the values that enter the first stage; `None` if another worker has it.
         weights_since: the pass since which no weight has changed, see `Order`.
     """
 

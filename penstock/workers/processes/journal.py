@@ -50,8 +50,8 @@ def chunks_of(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 Spans = Sequence[tuple[int, int]]
-"""Memory that is copied at once, behind one another: the first tensor of a chunk that is in it, and
-how many bytes it has."""
+"""Stretches of memory that are copied one behind the other: for each the index of its first tensor
+in the chunk, and its size in bytes."""
 
 
 def spans_of(tensors: Sequence[torch.Tensor], segments: Sequence[object]) -> list[tuple[int, int]]:
@@ -203,14 +203,15 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Have what a part of an optimizer remembers in memory that outlives this process.
+    """Keep what a part of an optimizer remembers in memory that outlives this process.
 
     Attributes:
         number: of the optimizer.
-        state: the grant and the size of the memory.
-        entries: for everything in it the number of the parameter, its name there, and the place.
-        journal: the grant and the size of another one.
-        chunks: the numbers of parameters, in chunks.
+        state: the grant and the size of that memory.
+        entries: for each tensor in it the number of its parameter, its name in the state, and its
+            place in the memory.
+        journal: the grant and the size of the journal's memory.
+        chunks: for each chunk the numbers of its parameters.
         spans: the memory of every chunk.
     """
 
@@ -222,7 +223,7 @@ class Adopt:
     spans: Sequence[Spans]
 
     def __call__(self, own: WorkerState) -> None:
-        """Remember what is there, and nothing else."""
+        """Replace the part's state by what is in that memory."""
         part, options = own.optimizers[self.number], own.options[self.number]
         memory = own.segment(*self.state).tensors([place for *_, place in self.entries])
         part.state.clear()
@@ -270,7 +271,8 @@ def entries_of(
     """What is remembered of these parameters, if shared memory can hold it.
 
     Returns:
-        the parameter, the name and the tensor of everything; `None` if something is no tensor.
+        the parameter, the name and the tensor of each entry; `None` if an entry is not a plain
+        tensor on the CPU, or if the state of a parameter is empty.
     """
     found = [(p, name, value) for p in owned if p in state for name, value in state[p].items()]
     tensors = [(p, name, v) for p, name, v in found if isinstance(v, torch.Tensor) and _is_plain(v)]

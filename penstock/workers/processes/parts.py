@@ -40,11 +40,11 @@ class Access:
     """What the parts of an optimizer need of the workers.
 
     Attributes:
-        places: of all workers.
+        places: the place of every worker in its replica.
         shared: the tensors that they share.
-        run: runs a job on each of them; all or none, if that is asked for.
-        ready: raises if they are gone, or would update memory that the model has left.
-        ran: which micro-batches were given to replicas so far.
+        run: runs one job on each worker; if its second argument is true, all of them or none.
+        ready: raises if the workers are gone, or would update memory that the model has left.
+        ran: returns how many micro-batches were given to replicas so far.
         grant: sends a worker a file descriptor; returns the number under which it has it.
     """
 
@@ -75,11 +75,11 @@ class RemoteParts:
 
     @property
     def updated(self) -> Collection[torch.Tensor]:
-        """None: if a step does not come to its end, the workers are closed."""
+        """Empty: if a step does not come to its end, the workers are closed."""
         return ()
 
     def keep(self) -> None:
-        """Have here what the parts remember, as the workers are about to go."""
+        """Copy what the parts remember to this process, as the workers are about to go."""
         kept: State = {}
         self.fetch(kept)
         self._kept = kept
@@ -162,7 +162,7 @@ class OutlivingParts(RemoteParts):
         self._is_torn = False  # whether a worker has changed what it shares for something else
 
     def keep(self) -> None:
-        """What the parts remember is here."""
+        """Do nothing: this process has what the parts remember anyway."""
 
     def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Run the step of every part in its process, all at the same time."""
@@ -187,18 +187,18 @@ class OutlivingParts(RemoteParts):
         self._is_under_way, self._copies = False, None
 
     def _forsake(self, found: Sequence[Numbered | None]) -> None:
-        """Have copies from now on: a step has put something else in the place of what it shares."""
+        """Use copies from now on: a step has replaced tensors of the state in shared memory."""
         self._is_steady, self._is_torn = False, True
         every = self._access.run([FetchOptimizerState(self.number)] * len(self._owners))
         self._state = _owned(self._named(every))
         self._is_torn, self._adopted, self._journals = False, set(), []
 
     def _adopt(self, state: State, updated: Iterable[nn.Parameter] = ()) -> None:
-        """Have this in memory that is shared, if that can be; else here.
+        """Keep this state in shared memory, if possible; otherwise in this process.
 
         Args:
             state: what the parts remember, or are to remember.
-            updated: parameters that a step has updated, of some of which nothing is remembered.
+            updated: parameters that a step has updated, some of which may have no state.
         """
         every = [entries_of(state, owned) for owned in self._owners]
         owned = {id(p) for own in self._owners for p in own}
@@ -253,9 +253,9 @@ class OutlivingParts(RemoteParts):
 
     @property
     def updated(self) -> Collection[torch.Tensor]:
-        """The parameters that a step has updated which did not come to its end.
+        """The parameters that were updated by a step that did not come to its end.
 
-        What that has left half done is put back first.
+        What this step has left half done is undone first.
 
         Raises:
             PenstockError: what an optimizer remembered is lost.
@@ -294,8 +294,8 @@ class _Copies:
     """Parameters and what is remembered of them, as they were before a step.
 
     Args:
-        parameters: that it updates.
-        state: what is remembered.
+        parameters: those that the step updates.
+        state: what the optimizer remembers before the step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], state: Mapping[Any, Any]) -> None:
@@ -304,7 +304,7 @@ class _Copies:
 
     @torch.no_grad()
     def put_back(self, state: State) -> None:
-        """Have them as they were; what is remembered in `state`."""
+        """Restore the parameters, and replace `state` by what was remembered before."""
         for parameter, before in self._parameters:
             parameter.copy_(before)
         state.clear()

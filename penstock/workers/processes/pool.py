@@ -66,7 +66,7 @@ class _Process:
         self.end = os.pidfd_open(self.popen.pid) if hasattr(os, "pidfd_open") else -1
         self.pulse = Pulse(self.popen.pid)
         self.wire = Wire(here, self._check_runs)
-        self.how = ""  # it was ended, if it was from here
+        self.how = ""  # how this process has ended it, in words; empty if it has not
         self.lost = False  # whether somebody was interrupted between reading and noting a report
         self.lender = Lender(self.wire)
         self.borrower = Borrower(_CPU)
@@ -114,7 +114,7 @@ class _Process:
 
     def written(self) -> str:
         """The stacks that it has written, as text."""
-        with contextlib.suppress(ValueError):  # as above
+        with contextlib.suppress(ValueError):  # another thread has closed it
             self.dump.seek(0)
             return self.dump.read().decode(errors="replace").rstrip()
         return ""
@@ -146,14 +146,14 @@ class _Process:
 
 @dataclass
 class ProcessSurvivors:
-    """Processes of a pool that go on in another one, where others have ended.
+    """Processes of a pool that go on in another one, after others have ended.
 
     Attributes:
-        processes: that wait for jobs.
-        dispatches: how many they have seen.
-        grants: how many they were sent.
-        unused: how many of the last ones have never had a plan.
-        memories: where the driver's tensors are that they have shared, by id.
+        processes: those that wait for jobs.
+        dispatches: the number of dispatches so far, from which the next pool counts on.
+        grants: the number of grants so far, from which the next pool counts on.
+        unused: how many of the last processes have never had a plan.
+        memories: by id, where the driver's tensors are that these processes map.
     """
 
     processes: list[_Process] = field(default_factory=list)
@@ -195,16 +195,16 @@ class ProcessPool(Pool):
     Args:
         count: how many.
         reset: called when all have stopped after a failure, before the next jobs.
-        survivors: of another pool, which go on in this one; others are started only if these do
-            not suffice.
+        survivors: processes of another pool, which go on in this one; others are started only if
+            these do not suffice.
         keeps_survivors: if a process ends, whether the others wait for `survivors`.
         spares: how many more processes wait, to be among the survivors.
-        leave: seconds that they have to end by themselves, when they are dismissed.
+        leave: seconds that the processes have to end by themselves, when they are dismissed.
 
     Attributes:
         board: where the processes note what they do.
         old: the workers that were in another pool; they have to enter this one first.
-        spares: as above.
+        spares: how many more processes wait, to be among the survivors.
     """
 
     _can_be_killed = True
@@ -260,10 +260,11 @@ class ProcessPool(Pool):
                 process.wire.send(give, loan.fd, _READ)
 
     def survivors(self) -> ProcessSurvivors:
-        """Take the processes that can go on in another pool; the others are ended, and this one is.
+        """End this pool, and return its processes that can go on in another one.
 
-        One that does not wait for a job, or that was interrupted in the midst of a message, cannot.
-        One that was asked to end goes on for a while if some have died and nobody else is left.
+        A process cannot if it does not wait for a job, or was interrupted in the midst of a
+        message. One that is to end (SIGTERM) is left out, unless others have died and only such
+        processes remain. All that cannot go on are ended.
         """
         self._closed_because = self._closed_because or "its processes have gone to another pool"
         every = list(self._processes)
@@ -427,7 +428,10 @@ class ProcessPool(Pool):
         return self._blamed(super()._late(current, timeout))
 
     def _blamed(self, error: WorkerTimeout | WorkerDied) -> WorkerTimeout | WorkerDied:
-        """The end of a process, if one has ended; a stopped one is ended, if others can go on."""
+        """The error to raise: if others can go on, that of a process that has ended, if one has.
+
+        Processes that a signal has stopped are killed first.
+        """
         if not (self.keeps_survivors and self._finalizer.alive):
             return error
         for process in self._processes:
@@ -573,10 +577,10 @@ def _all_ended(processes: Sequence[_Process]) -> bool:
 
 
 def _uninterrupted(work: Callable[[], None]) -> None:
-    """Do some work to its end, even if the user interrupts; that is raised afterwards.
+    """Do some work to its end, even if the user interrupts; the interruption is raised afterwards.
 
-    It is done by another thread, as signals interrupt only the main one. What is in the midst of
-    starting a process must not be interrupted: nobody would know of that process.
+    Another thread does it, as signals interrupt only the main one. Starting a process must not be
+    interrupted midway: nobody would know of that process.
     """
     errors: list[BaseException] = []
     begin, done = threading.Lock(), threading.Event()
@@ -602,7 +606,7 @@ def _uninterrupted(work: Callable[[], None]) -> None:
 
 
 def _patiently(done: threading.Event) -> None:
-    """Wait, even if the user interrupts; that is raised afterwards."""
+    """Wait, even if the user interrupts; the interruption is raised afterwards."""
     try:
         done.wait()
     except BaseException:

@@ -37,9 +37,13 @@ Grant = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Package:
-    """Tensors for a worker: the segment's number and size, and what is in it.
+    """Tensors for a worker that are in one segment.
 
-    Those on a device other than the CPU are in no segment, whose number is -1 then.
+    Attributes:
+        grant: the number under which the worker has the segment's file descriptor; -1 for tensors
+            on a device other than the CPU, which are in no segment.
+        size: the size of the segment in bytes.
+        tensors: the tensors.
     """
 
     grant: int
@@ -49,12 +53,13 @@ class Package:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Weights that cross between workers, which have a number in common for each.
+    """Weights that cross links between workers; messages name each by a number common to both.
 
     Attributes:
-        numbers: for every link, by the stage before it, those that cross it: of the worker's own
-            its own numbers by the common ones, of others `None`.
-        others: those that it does not see yet, by the common numbers.
+        numbers: for every link, by the stage before it, the common numbers of the weights that
+            cross it; under each the number by which the worker knows the weight, or `None` if it
+            is another worker's.
+        others: weights of other workers that this one does not see yet, under common numbers.
     """
 
     numbers: Mapping[int, Mapping[int, int | None]]
@@ -92,14 +97,15 @@ class Gradients:
     """What a worker has to know of the gradients before a pass.
 
     Attributes:
-        slot: the number of the segment for them.
-        new_slot: that segment's grant and size, and the places in it, if it is new. At the last one
-            is a byte for each parameter: whether it has a gradient there. Gradients on a device
-            other than the CPU are not in it, and follow.
+        slot: the number of the slot for them.
+        new_slot: if the slot is new, its segment's grant and size, the places in it, and the
+            gradients that are not in it, as they are on a device other than the CPU. At the last
+            place is a byte for each parameter: whether its gradient is present.
         present: the numbers of the parameters that have a gradient now.
         requires_grad: for every parameter, if that has changed.
-        written: the numbers of tensors that the driver has changed in place since it last said so.
-        crossing: likewise, of those of other workers that it sees; by their common numbers.
+        written: the numbers of tensors that the driver has changed in place since the last message.
+        crossing: the common numbers of weights of other workers, among those that it sees, that the
+            driver has changed in place since the last message.
     """
 
     slot: int = -1
@@ -115,10 +121,11 @@ class _Versions:
     """How often tensors were changed in place.
 
     Attributes:
-        tensors: which.
-        counting: the same, but for inference tensors, in whose place is one that never changes.
-        sent: as last sent to the workers.
-        known: and as they certainly know.
+        tensors: the tensors.
+        counting: the tensors whose versions are read: an inference tensor, which has no version,
+            is replaced by one that never changes.
+        sent: the versions that were last sent to the workers.
+        known: the versions that the workers certainly know.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -134,7 +141,7 @@ class _Versions:
         self.known.append(self.sent[-1])
 
     def written(self) -> tuple[int, ...]:
-        """The tensors that were changed in place since this was last asked."""
+        """The indices of the tensors that were changed in place since the last call."""
         now = [tensor._version for tensor in self.counting]
         if now == self.sent:
             return ()
@@ -142,11 +149,11 @@ class _Versions:
         return tuple(k for k, version in enumerate(before) if version != now[k])
 
     def confirm(self) -> None:
-        """What was sent has arrived."""
+        """Note that what was sent has arrived."""
         self.known = list(self.sent)
 
     def resend(self) -> None:
-        """What was sent may be lost."""
+        """Take it that what was sent and not confirmed is lost."""
         self.sent = list(self.known)
 
 
@@ -154,13 +161,13 @@ class _Versions:
 class _Part:
     """The tensors of the workers at a place, and the slots for their gradients.
 
-    On a device other than the CPU there is one slot, and another one once the user keeps what is in
-    it: gradients are tensors there that each have their memory.
+    On a device other than the CPU each gradient has memory of its own, and there is one slot. It is
+    replaced by a new one once the user keeps a gradient that is in it.
     """
 
     device: torch.device
     versions: _Versions = field(default_factory=_Versions)  # of the tensors
-    crossing: _Versions = field(default_factory=_Versions)  # of those of others that they see
+    crossing: _Versions = field(default_factory=_Versions)  # of other workers' that they see
     parameters: list[nn.Parameter] = field(default_factory=list)
     places: list[TensorPlace] = field(default_factory=list)  # of the gradients, and `present`
     size: int = 0  # of all that
@@ -241,7 +248,10 @@ class _Part:
             return [_room_for(parameter) for parameter in self.parameters]
 
     def _suits(self, has_gradients: bool) -> bool:
-        """Whether the slot that is there is one for the next pass: there are free ones on CPUs."""
+        """Whether the next pass can use the current slot.
+
+        On CPUs it does only if there are gradients to add to; otherwise it takes a free one.
+        """
         if self._are_in_segments:
             return has_gradients
         pairs = zip(self.parameters, self._gradients, strict=True)
@@ -309,18 +319,18 @@ class SharedModel:
         return number if owner == place else None
 
     def tensors(self, place: int) -> Sequence[torch.Tensor]:
-        """Those of the workers at a place, by number."""
+        """The tensors of the workers at a place, by number."""
         return self._parts[place].tensors
 
     def numbers(self, place: int, tensors: Sequence[torch.Tensor] | None) -> list[int] | None:
-        """The numbers by which they know their tensors; `None` stays."""
+        """The numbers of those tensors that the workers at a place know; `None` stays `None`."""
         if tensors is None:
             return None
         found = (self.number(place, tensor) for tensor in tensors)
         return [number for number in found if number is not None]
 
     def names(self, place: int, names: Mapping[int, str]) -> dict[int, str]:
-        """The names of their tensors by these numbers, out of those by their ids."""
+        """The names of the tensors of the workers at a place, by number; `names` has all, by id."""
         tensors = enumerate(self._parts[place].tensors)
         return {number: names[id(t)] for number, t in tensors if id(t) in names}
 
@@ -363,14 +373,15 @@ class SharedModel:
         return packages[id(segment)]
 
     def show(self, place: int, links: Mapping[int, Sequence[torch.Tensor]]) -> Crossing:
-        """Let the workers at a place name tensors to others, or be named them.
+        """Let messages between the workers at a place and others name weights, and not copy them.
 
-        Those that are nowhere in memory that is shared are left out, and those on other devices
-        than the CPU.
+        Tensors that are not in shared memory are left out, and so are those on devices other than
+        the CPU.
 
         Args:
             place: of the workers.
-            links: their own, or those of workers before them, by the stage before the link.
+            links: by the stage before a link, the weights that cross it, of the workers at this
+                place or of others.
         """
         part = self._parts[place]
         numbers: dict[int, dict[int, int | None]] = {stage: {} for stage in links}
@@ -397,7 +408,7 @@ class SharedModel:
     def _move(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move tensors to memory that can be shared, one behind the other.
 
-        That of devices can be where it is.
+        Those on devices other than the CPU stay where they are.
         """
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -458,7 +469,10 @@ class SharedModel:
                 )
 
     def before(self, place: int) -> Gradients:
-        """Where the gradients of the next pass go, and what of them is there already."""
+        """Prepare the slot for the gradients of the next pass, and describe it for the worker.
+
+        Gradients that parameters have already are copied to it, if they are elsewhere.
+        """
         part = self._parts[place]
         present = tuple([k for k, p in enumerate(part.parameters) if p.grad is not None])
         new_slot = part.renew(bool(present), partial(self._grant, place))
@@ -536,7 +550,7 @@ def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[TensorPlace], in
 
 
 def _room_for(parameter: nn.Parameter) -> torch.Tensor:
-    """Memory for its gradient, which lies as it does; none if it asks for no gradient."""
+    """Memory for a parameter's gradient, with its strides; empty if it does not require one."""
     shape, stride = parameter.shape, parameter.stride()
     if not parameter.requires_grad:
         shape, stride = torch.Size([0]), (1,)

@@ -17,7 +17,7 @@ from penstock.engine.turns import Turns
 from penstock.errors import PenstockError
 
 INTEGER = 8
-"""Bytes of one."""
+"""Bytes of an integer in this memory."""
 
 
 class Wakeups(NamedTuple):
@@ -119,7 +119,7 @@ class Turnstile:
         self._free += [memory[k : k + self._of] for k in range(0, len(memory), self._of)]
 
     def make(self, first: int) -> Turns:
-        """The next turns; every replica says itself with which number it begins."""
+        """The next turns; `first` is not needed, as each replica notes where it begins."""
         if not self._free:
             raise PenstockError("there is no shared memory left for turns")
         return SharedTurns(self._free.popleft(), self._replica, self._wakeups, self._sleep)

@@ -18,15 +18,15 @@ _TRAINING = attrgetter("training")
 
 
 class WorkerModel:
-    """What the process of a worker has of the model, as have those at its place in all replicas.
+    """What a worker's process has of the model; the same for its place in all replicas.
 
     Args:
         place: of the worker in its replica.
-        shared: the tensors that it shares.
+        shared: the tensors that it shares with the driver.
         model: the whole model.
 
     Attributes:
-        modules: that it has copies of, in the order in which they were sent.
+        modules: those that it has copies of, in the order in which they were sent.
         outbox: packs what it is sent.
     """
 
@@ -73,10 +73,10 @@ class WorkerModel:
         return new
 
     def check(self) -> None:
-        """Raise if something was replaced here that it has.
+        """Raise if a tensor or a hook that the process has was replaced in the driver.
 
         Raises:
-            InputError: something was.
+            InputError: one was.
         """
         self._unchanged.check()
         self._shared.check(self._place)
@@ -97,7 +97,7 @@ class WorkerModel:
         return tuple(map(_TRAINING, self.modules))
 
     def training(self) -> tuple[bool, ...] | None:
-        """Of every module whether it is in training mode, if it does not know that yet."""
+        """For every module whether it is in training mode; `None` if the process knows that."""
         now = self._modes()
         if now == self._training:
             return None
@@ -109,10 +109,10 @@ class WorkerModel:
         return self._following.changes()
 
     def confirm(self) -> None:
-        """What was sent has arrived."""
+        """Note that what was sent has arrived."""
         self._following.confirm()
 
     def resend(self) -> None:
-        """What was sent may be lost."""
+        """Take it that what was sent and not confirmed is lost."""
         self._training = ()
         self._following.resend()

@@ -43,8 +43,8 @@ class Slot(NamedTuple):
     """Memory for the gradients of all parameters.
 
     Attributes:
-        gradients: by the parameters' numbers among themselves.
-        present: for each of them whether it is a gradient.
+        gradients: by the index of the parameter among all parameters.
+        present: for each of them a byte that says whether it is a gradient, or unused memory.
     """
 
     gradients: Sequence[torch.Tensor]
@@ -71,19 +71,19 @@ class WorkerState(ProcessState):
         worker: its number.
         device: where its stages are.
         place: which of its replica's workers it is.
-        replica: whose stages it runs.
+        replica: the replica whose stages it runs.
         turnstile: makes turns, if there are several replicas.
         record: where it notes what it does.
         assemblies: its stages, by mode.
-        residents: what its stages keep between passes.
-        kinds: orders that later ones are like, by the number of their kind.
-        weights: that cross its links to other workers, by the stage before.
-        seen: tensors of other workers that it shares with the driver, by number.
-        links: its ends of them, by the stage before.
-        slots: for the gradients of all parameters, by number.
-        options: the arguments of the classes of its optimizers.
-        chunks: of those that are updated chunk by chunk.
-        leaves: whether this process was asked to end, by a SIGTERM; every report says so.
+        residents: the values that its stages keep between passes.
+        kinds: by number, the kinds of orders to which a `RunLike` may refer.
+        weights: for each link, by the stage before it, the weights that cross it.
+        seen: tensors of other workers that this process maps, by their common numbers.
+        links: its end of each link, by the stage before it.
+        slots: memory for the gradients of all parameters, by number.
+        options: the arguments of each optimizer's class, by the optimizer's number.
+        chunks: the parts of those optimizers that are updated chunk by chunk, by number.
+        leaves: whether this process is to end (SIGTERM); every report says so.
     """
 
     def __init__(self, worker: int, wire: Wire, record: Record) -> None:
@@ -141,7 +141,7 @@ class WorkerState(ProcessState):
         self.worker, self.record = worker, record
 
     def leave(self) -> None:
-        """Let go of what others would keep for this process, which ends."""
+        """Release device memory before the process ends: other processes count its references."""
         if self.device.type != "cpu":  # whose memory is counted, as other processes have it, too
             self.empty()
             gc.unfreeze()
@@ -196,11 +196,11 @@ class WorkerState(ProcessState):
             self._grants[message.number] = fd
 
     def device_for(self, device: torch.device) -> torch.device:
-        """What was on any device but the CPU is wanted on this worker's."""
+        """The device for a tensor in a message that was on some device other than the CPU."""
         return self.device
 
     def _wait_for_device(self) -> None:
-        """Until it has done what the driver will see."""
+        """Wait until the device has computed what the driver will see."""
         if kind_of(self.device).has_streams:
             kind_of(self.device).synchronize(self.device)
 
@@ -259,7 +259,7 @@ class WorkerState(ProcessState):
         if gradients.requires_grad is not None:
             for parameter, wanted in zip(parameters, gradients.requires_grad, strict=True):
                 parameter.requires_grad_(wanted)
-        # A graph that was made before then knows that it has other values than it was made of.
+        # So autograd raises if a graph needs the values that such a tensor had before.
         torch.autograd.graph.increment_version([self.tensors[k] for k in gradients.written])
         for parameter in parameters:
             if parameter.grad is not None:
@@ -280,7 +280,7 @@ class WorkerState(ProcessState):
             self._check_apart(self._parameters())
 
     def lend(self, parameters: Sequence[nn.Parameter]) -> Adding:
-        """What lets these parameters have gradients in a slot; nothing else is here."""
+        """Have just these parameters, with a slot for their gradients; returns `adding`."""
         self.tensors, self._memory = dict(enumerate(parameters)), {}
         self.note_memory()
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
@@ -289,12 +289,10 @@ class WorkerState(ProcessState):
 
     @contextmanager
     def adding(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While open, these leaves have the gradients that all replicas have added up so far.
-
-        Otherwise they have none here.
+        """While open, `.grad` of these leaves is the sum of all replicas so far; else it is `None`.
 
         Raises:
-            InputError: one has been added to outside.
+            InputError: something has added to a leaf's gradient outside of this.
         """
         slot = self.slots.get(self._slot, NO_SLOT)
         self._parameters()
@@ -364,9 +362,9 @@ class WorkerState(ProcessState):
         self._places = [(own.data_ptr(), own.numel()) for own in memory]
 
     def put_memory_back(self) -> None:
-        """Tensors that a forward has given other memory, by `.data` or `set_`, go where they were.
+        """Copy tensors to which a forward gave other memory (`.data`, `set_`) back to their own.
 
-        What is in it goes there, too, where the driver sees it.
+        Their own is the memory that the driver sees.
 
         Raises:
             InputError: one has another shape or dtype now; or other replicas needed it meanwhile.
@@ -377,7 +375,7 @@ class WorkerState(ProcessState):
             tensor.data = memory
 
     def _moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors that do not lie where they did, and the memory where they were."""
+        """The tensors that were given other memory, each with the memory that it had."""
         now = [(tensor.data_ptr(), tensor.numel()) for tensor in self.tensors.values()]
         if now == self._places:
             return []
@@ -395,7 +393,7 @@ class WorkerState(ProcessState):
         ]
 
     def put_buffers_back(self) -> None:
-        """Buffers that a forward has replaced go where the driver sees them.
+        """Copy buffers that a forward has replaced into those that the driver sees.
 
         Raises:
             InputError: one has another shape or dtype now; or other replicas needed it meanwhile.
@@ -410,7 +408,7 @@ class WorkerState(ProcessState):
             registry[name] = shared
 
     def _check_replaced(self, what: str, shared: torch.Tensor, found: torch.Tensor) -> None:
-        """Raise unless what a forward has put in the place of a tensor can go where that is.
+        """Raise unless what a forward has put in a tensor's place can be copied into that tensor.
 
         Raises:
             InputError: it has another shape or dtype; or other replicas needed it meanwhile.
@@ -430,7 +428,14 @@ class WorkerState(ProcessState):
     # -- replicas -------------------------------------------------------------------------
 
     def have_turns(self, replica: int, of: int, own: int, others: Sequence[int]) -> Turnstile:
-        """Have turns in common with other replicas; the numbers of grants are those of wakeups."""
+        """Make what gives this worker its turns among the replicas.
+
+        Args:
+            replica: the number of this worker's replica.
+            of: how many replicas there are.
+            own: the grant of the pipe by which this worker is woken.
+            others: the grants of the pipes by which it wakes the others.
+        """
         wakeups = Wakeups(self.granted(own), [self.granted(number) for number in others])
         poller = polling(self._wire.fileno(), wakeups.own)
 
@@ -454,7 +459,12 @@ class WorkerState(ProcessState):
         return LinkSink(sender, receiver)
 
     def source(self, grant: int, weights: Weights | None = None) -> LinkSource:
-        """The later stage's end, likewise."""
+        """The later stage's end of a link.
+
+        Args:
+            grant: the number under which its socket was granted.
+            weights: that cross it.
+        """
         sender, receiver = self.ends(self._granted_wire(grant), come=weights)
         return LinkSource(receiver, sender)
 
@@ -468,9 +478,8 @@ class WorkerState(ProcessState):
 
         Args:
             wire: to the other worker.
-            out: weights that are only named when they are sent; never as gradients, which are
-                added to.
-            come: those that are named when they come.
+            out: weights that are sent by name. Gradients never are: they are added to.
+            come: weights that come by name.
         """
         control = self._wire.fileno()
         incoming, outgoing = polling(wire.fileno(), control), polling(control, out=wire.fileno())

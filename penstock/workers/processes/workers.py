@@ -311,7 +311,10 @@ class ProcessWorkers(DrivenWorkers):
         )
 
     def _kind(self, order: Order) -> int | None:
-        """The number of this kind of order, of which only what differs is sent; else `None`."""
+        """The number of an order's kind, by which a `RunLike` refers to what it has in common.
+
+        `None` if this order has to be sent as a whole.
+        """
         if order.what != "infer" or len(order.microbatches) > 1 or self._plan.replicas > 1:
             return None
         if order.recorded or order.profiled or order.trial or order.again:
@@ -320,7 +323,7 @@ class ProcessWorkers(DrivenWorkers):
         return self._kinds.setdefault((*settings, order.replica), len(self._kinds))
 
     def _brief(self, order: Order) -> list[Job]:
-        """The jobs of a pass of a model that is as it was; none if more has to be sent."""
+        """The short jobs of a pass whose model is unchanged; none if more has to be sent."""
         known = len(self._kinds)
         kind = self._kind(order) if order.assumed and not self._memories else None
         if kind is None or kind >= known:
@@ -346,9 +349,9 @@ class ProcessWorkers(DrivenWorkers):
         return is_same and TorchSettings.here(self._accelerator) == self._sent_settings
 
     def _looks_at_memories(self) -> bool:
-        """Whether it is asked after a pass what forwards have left: always, if they ever have.
+        """Whether this pass reports what forwards have left in modules.
 
-        Else after the first passes, and more and more rarely.
+        Always, if they ever have; otherwise passes 1, 2, 4, 8 and so on do.
         """
         return bool(self._memories) or is_power_of_two(self._passes)
 
@@ -413,7 +416,7 @@ class ProcessWorkers(DrivenWorkers):
 
     @property
     def staying(self) -> int:
-        """All of them, and those that wait, on CPUs; memory of other devices is their own."""
+        """All workers and spares on CPUs; none if a device has memory of its own."""
         return 0 if self._with_streams else len(self.members) + self._pool.spares
 
     def survivors(self) -> ProcessSurvivors:
@@ -424,7 +427,7 @@ class ProcessWorkers(DrivenWorkers):
         return survivors
 
     def remembered(self) -> SideEffects:
-        """What the processes had last said that forwards have left there."""
+        """What forwards have left in the processes, according to their last reports."""
         return self._side_effects([self._memories.get(k, {}) for k in range(len(self.members))])
 
     # -- optimizers -----------------------------------------------------------------------
@@ -449,7 +452,7 @@ class ProcessWorkers(DrivenWorkers):
                 packed = remote.outbox.pack((kind, own, dict(options)))
                 jobs.append(MakePart(number, remote.packages(), packed, used))
             self._prepare(jobs * self._plan.replicas)
-        except BaseException as error:  # as above
+        except BaseException as error:  # some may have their part now, and others not
             self._pool.fail(f"{type(error).__name__} came as an optimizer was being divided")
             raise
         places = [member.place for member in self.members]
@@ -467,12 +470,16 @@ class ProcessWorkers(DrivenWorkers):
         return parts
 
     def _ready(self) -> None:
-        """Raise if the workers are gone, or would update memory that the model has left."""
+        """Raise if the workers are gone, or if `check` raises."""
         self._pool.check_open()
         self.check()
 
     def check(self) -> None:
-        """Raise if the model has left the memory that it shares with the workers."""
+        """Raise if tensors have left the shared memory, or have other hooks than the workers know.
+
+        Raises:
+            InputError: some have.
+        """
         for place in self._places:
             self._shared.check(place)
 
@@ -496,10 +503,10 @@ class ProcessWorkers(DrivenWorkers):
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """While open, no other thread closes. What this process has given to devices is done then.
+        """While open, no other thread closes; work that is queued on devices is done first.
 
         Raises:
-            ClosedError: one does.
+            ClosedError: another thread closes the workers.
         """
         for device in self._with_streams:
             kind_of(device).synchronize(device)

@@ -1,4 +1,4 @@
-"""Threads before they have a plan: there are none yet."""
+"""The backend of threads, which start only when there is a plan."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ThreadBackend(DrivenBackend):
             )
 
     def check_replicas(self, replicas: int) -> None:
-        """Raise unless they compute the same bits, as far as the kind of device is concerned.
+        """Raise if several replicas would run on different kinds of devices, with different bits.
 
         Raises:
-            InputError: they do not.
+            InputError: they would.
         """
         if replicas > 1 and len({device.type for device in self.devices}) > 1:
             raise InputError(

@@ -86,7 +86,7 @@ class ThreadWorkers(Workers):
         self._in_order = list(shared.values())
         self._ran = Before()
         self._handovers: dict[int, Handover] = {}  # of the passes under way
-        self._dealers: dict[int, Dealer] = {}  # likewise
+        self._dealers: dict[int, Dealer] = {}  # of those that deal micro-batches
         self._links = [
             {
                 k: LocalLink(*(devices[member] for member in pair))
@@ -103,7 +103,7 @@ class ThreadWorkers(Workers):
         self._pool = ThreadPool(devices, threads, self._abort, self._reset, self._doing)
 
     def _ends_of(self, member: Member) -> list[tuple[LocalLink, bool]]:
-        """The links of a worker's stages, and of which end: whether it sends results."""
+        """The links at a worker's stages, each with whether the worker sends results over it."""
         return [
             (link, stage == k)
             for k, link in self._links[member.replica].items()
@@ -198,7 +198,7 @@ class ThreadWorkers(Workers):
         )
 
     def _before_replicas(self, order: Order) -> list[Backup]:
-        """What a pass may change, if several workers may: none of them knows when it begins."""
+        """Backups for a pass, if there are replicas; made before it starts in any worker."""
         places = range(self._per_replica if self._in_order else 0)
         return [self.ownership.backup(place, order.goes_back) for place in places]
 
