@@ -136,14 +136,14 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps the import system from hiding `ps.plan`, a function, behind `penstock.plan`."""
+    """Keeps the function `ps.plan` when the import system binds the module `penstock.plan`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> Any:
-        """By name, as cloudpickle does with plain modules: functions of scripts refer to it."""
+        """Pickle this module by name, as cloudpickle does with modules of the plain class."""
         return import_module, (self.__name__,)
 
 

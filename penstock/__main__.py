@@ -1,4 +1,4 @@
-"""`python -m penstock` is `penstock`, where scripts are not on the path."""
+"""Runs the command line as `python -m penstock`, for when `penstock` is not on the path."""
 
 from penstock.cli import main
 

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether this is the 1st, 2nd, 4th, 8th, … event. Most that is wrong is so from the first on.
+    """Whether this is the 1st, 2nd, 4th, 8th, … event, for checks that matter most at the start.
 
     Args:
         number: of the event, from 1.

@@ -16,7 +16,7 @@ import msgspec
 from penstock.errors import InputError
 from penstock.forks import disown_in_forks
 
-_MARKS = {"plan": "stages", "profile": "kinds"}  # what only they have
+_MARKS = {"plan": "stages", "profile": "kinds"}  # a key that only this kind of file has
 _NESTED = (list, tuple, dict)
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF}
 """What `flock` says of a folder where it cannot lock; NFS takes it for a file that is only read."""
@@ -44,19 +44,19 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 class FolderLock:
-    """A folder that this process has for itself, until `release` or its end.
+    """A lock that gives this process a folder for itself, until `release` or its end.
 
-    A fork of it lets go of the lock, or a data loader's worker would keep others out for as long as
-    it outlives a process that was killed.
+    Forks of the process let go of the lock. Otherwise a data loader's worker that outlives a killed
+    process would keep others out.
 
     Args:
-        path: of the folder.
+        path: the folder.
 
     Attributes:
-        without: why nobody is kept out, if the file system has no locks; else empty.
+        without: why others are not kept out, if the file system has no locks; else empty.
 
     Raises:
-        BlockingIOError: somebody else has it.
+        BlockingIOError: another process has locked the folder.
         OSError: there is no such folder.
     """
 
@@ -125,12 +125,12 @@ def profile_beside(path: Path) -> Path:
 
 
 def is_inside(folder: Path, name: str, others: Sequence[Path] = ()) -> bool:
-    """Whether a file of this name is in a folder, or in one below, wherever links lead.
+    """Whether a file, with all links followed, is in a folder or below it.
 
     Args:
-        folder: where the index is that names the file, if one does.
-        name: of the file, seen from there.
-        others: folders to which links may lead as well.
+        folder: the folder.
+        name: the path of the file relative to `folder`; absolute paths and `..` are never inside.
+        others: other folders in or below which the file may be after following links.
     """
     if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
         return False
@@ -197,7 +197,7 @@ def _json(value: object) -> str:
 
 
 def anonymous_memory(size: int) -> int:
-    """A file descriptor of new memory without a name, which is gone with the last who maps it."""
+    """A file descriptor of new, unnamed memory, which is freed when nobody has or maps it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("penstock")
     else:  # a file that is deleted already

@@ -1,7 +1,7 @@
 """Forks of this process (data loaders, say) let go of its workers, and of its locks.
 
-They have copies of the sockets and pipes, and with those the end of the original would not be
-noticed; a lock would outlive it; and they have none of its threads.
+A fork has copies of the original's sockets, pipes and locks, but none of its threads. With these
+copies open, nobody would notice the end of the original, and its locks would outlive it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Disowns(Protocol):
-    """What forks are kept from."""
+    """Something that belongs to this process alone, of which its forks let go."""
 
     def disown(self) -> None:
         """Let go of everything; called in the fork."""

@@ -79,7 +79,11 @@ def _is_configuration(found: object) -> bool:
 
 
 def _of_transformers(config: Any) -> torch.nn.Module:
-    """A model with random weights."""
+    """A model of this configuration of transformers, or class of one, with random weights.
+
+    Raises:
+        InputError: transformers has no model for it.
+    """
     import transformers
 
     if isinstance(config, type):
@@ -116,7 +120,7 @@ def parse_input(text: str) -> tuple[str | None, torch.Tensor]:
 
 
 def tolerates_missing_torchvision_operators() -> bool:
-    """Whether that was done and needed in this process."""
+    """Whether `tolerate_missing_torchvision_operators` had to define operators in this process."""
     return bool(_KEPT)
 
 

@@ -109,7 +109,7 @@ def is_kind(text: str) -> bool:
 
 
 def _kinds() -> list[str]:
-    """Those of the transformers that is installed, without importing it."""
+    """The kinds of models that the installed transformers has, read without importing it."""
     spec = find_spec("transformers")
     folders = spec.submodule_search_locations if spec else None
     files = sorted(Path(folders[0], "models/auto").glob("*.py")) if folders else []

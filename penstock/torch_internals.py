@@ -1,8 +1,7 @@
-"""Everything private to PyTorch that Penstock uses. It is named nowhere else; a test holds that.
+"""Everything private to PyTorch that Penstock uses; a test checks that it is named nowhere else.
 
-Another version of torch that has moved or renamed one of these is supported here, and nowhere else.
-What is said to be the same in all versions is so in those that pyproject.toml allows. For none of
-these is there a public function yet.
+So if a version of torch moves or renames one of these, only this module changes. "All versions"
+are those that pyproject.toml allows. None of these has a public equivalent yet.
 
 Attributes of public objects that start with an underscore (`_version`, `_parameters`, `_buffers`,
 `_forward_hooks` and their kind) are used where they are; they have been there for years.
@@ -128,7 +127,7 @@ without_subclass_functions = DisableTorchFunctionSubclass
 
 
 def plain_apply(function: type[Function]) -> Callable[..., Any]:
-    """What applying a function ends in, whatever stands in its place."""
+    """The `apply` that torch itself gives a function, even if `function.apply` was replaced."""
     bound: Callable[..., Any] = _APPLY.__get__(None, function)
     return bound
 
@@ -153,7 +152,7 @@ def has_tangents() -> bool:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether it is one of many in one, by whichever of torch's two kinds of vmap."""
+    """Whether a tensor is a batch inside either of torch's two kinds of vmap."""
     return "Batched" in torch._C._dispatch_keyset_to_string(torch._C._dispatch_keys(tensor))
 
 
@@ -174,7 +173,7 @@ def saving() -> tuple[Any, Any] | None:
 def will_start_workers(loader: object) -> bool:
     """Whether a loader keeps its workers from epoch to epoch, and has not started them yet.
 
-    As it does so, it draws a random number, which it does not in later epochs.
+    Starting the workers draws a random number from torch's generator; later epochs draw none.
     """
     keeps = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers
     return bool(keeps) and loader._iterator is None  # type: ignore[attr-defined]
@@ -186,9 +185,9 @@ def nnpack_is_used() -> bool:
 
 
 def modes_around() -> list[str]:
-    """The names of the modes that see this thread's functions or operators of torch.
+    """The names of this thread's active modes for functions and operators of torch.
 
-    Without those that say on which device tensors are made.
+    The modes of `torch.device` and `torch.set_default_device` are left out.
     """
     modes: list[Any] = []
     if count := torch._C._len_torch_function_stack():
@@ -208,19 +207,20 @@ def will_run(node: Node) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that is running was asked to keep its graph, for another one."""
+    """Whether the running backward keeps its graph (`retain_graph=True`), for another one."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Let autograd take a tensor for one that was changed so often."""
+    """Set the version counter of a tensor, by which autograd notices changes in place."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """How many there are that refer to a tensor's memory: tensors, and storages in Python.
+    """How many references a tensor's memory has, from tensors and from storages in Python.
 
-    One that is alone counts itself, the storage that is looked at here, and the look.
+    The count includes the references that this function makes itself, so it is to be compared with
+    the count of a new tensor.
     """
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)

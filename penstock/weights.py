@@ -25,11 +25,11 @@ from penstock.files import is_inside
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """Models that are built meanwhile have parameters without memory, on the `meta` device.
+    """While open, new models have parameters without memory, on the `meta` device.
 
-    Buffers, and whatever else a constructor computes, are as always. So a model that does not fit
-    can be built, captured, profiled and planned, and `Pipeline(weights=...)` then gives each stage
-    its own parameters. For one thread at a time: `nn.Module` itself is changed meanwhile.
+    Buffers, and whatever else a constructor computes, have their values. So a model that does not
+    fit into memory can be built, captured, profiled and planned; `Pipeline(weights=...)` then gives
+    each stage its own parameters. Not safe with several threads: `nn.Module` itself is patched.
     """
     register = nn.Module.register_parameter
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # tied ones are registered twice
@@ -52,7 +52,7 @@ def empty_weights() -> Iterator[None]:
 
 
 class Weights(Protocol):
-    """Where parameters come from that are not there yet."""
+    """A source of values for parameters and buffers on the `meta` device."""
 
     def materialise(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
         """Put these of the model's tensors, which are on `meta`, on a device.
@@ -132,7 +132,10 @@ class StoredWeights:
         self._what = what
 
     def materialise(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
-        """Read these tensors, and those that have values already if the state dict has others."""
+        """Read these tensors; a buffer that has values gets those of the state dict, if it has any.
+
+        Parameters that have values already are left as they are.
+        """
         others = _aliases(model)
         found: dict[str, str | None] = {}
         for name in names:
@@ -144,7 +147,7 @@ class StoredWeights:
         for name, stored in found.items():
             old = find(model, name)
             if stored is None or (isinstance(old, nn.Parameter) and not old.is_meta):
-                continue  # another name of one that is there by now
+                continue  # nothing to read, or set already, such as by way of another name
             tensor = self._read(stored)
             if tensor.shape != old.shape:
                 raise InputError(

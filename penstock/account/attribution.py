@@ -1,13 +1,13 @@
 """Where every worker's time in a step went: parts that add up to the whole, and their causes.
 
-What a worker did is on its record. Why it waited follows from running its actions again with other
-durations (`penstock.account.replay`): first as if all workers had equally much to do and links took
-no time, which leaves what the schedule costs; then with the stages as they are planned, with
-workers as fast as they were, with every micro-batch as long as it took, with links, and with waits
-for the turns of other replicas. What each of these adds is what it costs.
+What a worker did is on its record. Why it waited is found by simulating its actions again with
+other durations (`penstock.account.replay`). The first replay has equal work on all workers and
+links that take no time: its waits are the cost of the schedule. Each further replay adds one real
+cause: the stages as planned, the measured speed of each worker, the measured time of each
+micro-batch, links, and waits for the turns of other replicas. The waits that it adds are the cost
+of that cause.
 
-How much faster a step would be without one cause (`LostTime`) is found the same way: by running
-everything again without it.
+How much faster a step would be without one cause (`LostTime`) is found by a replay without it.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ WORKING = (*WORK.values(), "recomputation", "loss", "send", "exchange")
 """What a worker does in a pass."""
 
 WAITING = (FILL, IMBALANCE, SLOW, UNEVEN, LINK, TURN, OVERHEAD)
-"""Why it does nothing in a pass."""
+"""Why a worker waits in a pass."""
 
 BETWEEN = ("optimizer", "clipping", AUDIT, "saving", EVALUATION, DATA, OUTSIDE)
 """What the script does between passes."""
 
 T = TypeVar("T")
 
-_USUAL = 1.5  # times as long on their way as is usual: values that were not delayed
+_USUAL = 1.5  # times the usual transfer time; values that took no longer were not delayed
 
 
 @dataclass(frozen=True)
 class LostTime:
-    """What a step would take less without one cause.
+    """How much less time a step would take without one cause.
 
     Attributes:
-        cause: one of `WAITING`, `BETWEEN`, or `"recomputation"`.
-        seconds: how much faster it would be.
-        worker: which one it is about, if it is about one.
-        stage: likewise; for a link the stage before it.
+        cause: one of `WAITING` or `BETWEEN`, `"recomputation"` or `"exchange"`.
+        seconds: how much less time the step would take.
+        worker: the worker that causes the loss; `None` if no single one does.
+        stage: the stage that causes the loss, and for a link the stage before it; `None` if no
+            single one does.
     """
 
     cause: str
@@ -64,18 +65,19 @@ class Account:
     """Where the time of a step went.
 
     Attributes:
-        step: its number.
-        seconds: from the end of the step before to its own end.
-        workers: for every worker the seconds of each part, of `WORKING`, `WAITING` and `BETWEEN`;
-            they add up to `seconds`.
-        waited_for: for every worker how long it waited for each other one, or for links (-1).
-        losses: what the step would take less without each cause, the largest first.
-        speed: for every worker how many times as long its actions took as planned; `None` if it
-            had none.
-        normal: this ratio of a worker that is not slow: how much slower than planned all are.
-        rows: of its batch.
-        as_planned: whether the batch had the size for which the plan was made; otherwise ratios to
-            what is planned are of no use but to be compared with each other.
+        step: the number of the step.
+        seconds: the time from the end of the previous step to the end of this one.
+        workers: for every worker the seconds of each part, by its name in `WORKING`, `WAITING` or
+            `BETWEEN`; they add up to `seconds`.
+        waited_for: for every worker the seconds that it waited for each other worker, by number;
+            -1 stands for links.
+        losses: how much less time the step would take without each cause, the largest first.
+        speed: for every worker the measured time of its actions over the planned time; `None` for
+            a worker without actions.
+        normal: the ratio in `speed` of a worker that is not slow, see `normal_of`.
+        rows: the number of rows of the batch.
+        as_planned: whether the batch had the size for which the plan was made. If not, the ratios
+            in `speed` can be compared with each other, but mean nothing by themselves.
     """
 
     step: int
@@ -90,17 +92,17 @@ class Account:
 
     @property
     def pass_seconds(self) -> float:
-        """The time without what the script does between passes, other than in Penstock."""
+        """The seconds of the step without `BETWEEN`; calls into Penstock are included."""
         return self.seconds - sum(self.workers[0].get(name, 0.0) for name in BETWEEN)
 
     @property
     def usual_seconds(self) -> float:
-        """The same if every micro-batch had taken as long as the median one."""
+        """`pass_seconds` if every micro-batch had taken as long as the median one."""
         uneven = sum(loss.seconds for loss in self.losses if loss.cause == UNEVEN)
         return self.pass_seconds - uneven
 
     def total(self) -> dict[str, float]:
-        """The mean of all workers: the seconds of each part."""
+        """The seconds of each part, as the mean of all workers; parts of 0 are left out."""
         names = [*WORKING, *WAITING, *BETWEEN]
         sums = {name: sum(own.get(name, 0.0) for own in self.workers) for name in names}
         return {name: found / len(self.workers) for name, found in sums.items() if found}
@@ -139,13 +141,13 @@ def account(record: StepRecord, plan: Plan) -> Account:
 
 
 def mean_losses(accounts: Sequence[Account]) -> list[LostTime]:
-    """What steps would take less without each cause: the means, the largest first.
+    """How much less time steps would take without each cause, on average, the largest first.
 
     Args:
-        accounts: of some steps.
+        accounts: the accounts of the steps.
 
     Returns:
-        those that cost something, each about the worker and stage that it most often is about.
+        the mean losses that are greater than 0, each with its most frequent worker and stage.
     """
     by_cause: dict[str, list[LostTime]] = {}
     for found in accounts:
@@ -173,7 +175,7 @@ def _by_pass(record: StepRecord) -> Iterator[tuple[list[Phase], tuple[float, flo
 
 
 def _within(phases: Iterable[Phase], begin: float, end: float) -> Iterator[Phase]:
-    """What they are between these times; those of a worker follow each other."""
+    """The phases cut to the time from `begin` to `end`, without overlaps on one worker."""
     free: dict[int, float] = {}
     for phase in phases:
         start, stop = max(phase.start, free.get(phase.worker, begin)), min(phase.end, end)
@@ -183,7 +185,7 @@ def _within(phases: Iterable[Phase], begin: float, end: float) -> Iterator[Phase
 
 
 def _between(record: StepRecord) -> dict[str, float]:
-    """The seconds that all workers do nothing as there is no pass, by what the script does."""
+    """The seconds between passes, in which all workers are idle, by what the script does."""
     found: dict[str, float] = {}
     for what, begin, end in partition(record.driver, record.begin, record.end):
         if what != PASS:
@@ -193,7 +195,7 @@ def _between(record: StepRecord) -> dict[str, float]:
 
 
 def _summed(losses: Iterable[LostTime]) -> Iterator[LostTime]:
-    """One for each cause: of several passes, about what costs most."""
+    """The sum of the losses of each cause, with the worker and stage of the largest one."""
     by_cause: dict[str, list[LostTime]] = {}
     for loss in losses:
         by_cause.setdefault(loss.cause, []).append(loss)
@@ -203,7 +205,7 @@ def _summed(losses: Iterable[LostTime]) -> Iterator[LostTime]:
 
 
 def _speed(passes: Sequence[_Pass], plan: Plan) -> tuple[float, tuple[float | None, ...]]:
-    """How many times as long as planned a normal worker's actions take, and those of each."""
+    """Measured over planned time of actions: of a normal worker, and of every worker."""
     workers = len(plan.devices)
     measured, planned = [0.0] * workers, [0.0] * workers
     for each in passes:
@@ -215,12 +217,15 @@ def _speed(passes: Sequence[_Pass], plan: Plan) -> tuple[float, tuple[float | No
 
 
 def normal_of(ratios: Sequence[float | None]) -> float:
-    """How many times as long as planned actions take on a worker that is not slow.
+    """The ratio of measured to planned time of actions on a worker that is not slow.
 
-    It is that of the faster half's slowest, so that one slow worker is told from a slow machine.
+    This is the lower median of all workers, so one slow worker does not count as a slow machine.
 
     Args:
-        ratios: the same of every worker; `None` if it had nothing to do.
+        ratios: the ratio of every worker; `None` for a worker without actions.
+
+    Returns:
+        the lower median; 1 if no ratio is known.
     """
     known = [ratio for ratio in ratios if ratio is not None]
     return statistics.median_low(known) if known else 1.0
@@ -270,7 +275,7 @@ class _Pass:
 
     @cached_property
     def _usual(self) -> dict[WorkerAction, float]:
-        """Every action as long as the median of its kind on its worker."""
+        """The durations of all actions, each the median of its kind and stage on its worker."""
         return _medians(self._work)
 
     @cached_property
@@ -280,7 +285,7 @@ class _Pass:
         return {(w, a): by_replica[w // self._of].seconds(a) for w, a in self._work}
 
     def _expected(self, normal: float) -> dict[WorkerAction, float]:
-        """Every action as long as planned, on machines that are so much slower, with the loss."""
+        """The planned duration of every action times `normal`, plus the median measured loss."""
         planned = {place: normal * seconds for place, seconds in self._planned.items()}
         losses = _medians({place: self._losses.get(place, 0.0) for place in self._work})
         return {place: seconds + losses[place] for place, seconds in planned.items()}
@@ -293,7 +298,7 @@ class _Pass:
         return list(zip(usual, planned, strict=True))
 
     def _balanced(self, of: Mapping[WorkerAction, float]) -> dict[WorkerAction, float]:
-        """The same work, of which every worker has as much as all others, in equal stages."""
+        """The durations `of`, spread evenly: equal stages, and equal work on every worker."""
         kinds: dict[Kind, list[float]] = {}
         for (_, action), seconds in of.items():
             kinds.setdefault(action.kind, []).append(seconds)
@@ -305,7 +310,7 @@ class _Pass:
 
     @property
     def _delays(self) -> dict[WorkerAction, float]:
-        """How long what actions of other workers sent was under way."""
+        """For actions that need another worker's values, how long these were on their way."""
         return self._arrivals[0]
 
     @property
@@ -315,12 +320,13 @@ class _Pass:
 
     @cached_property
     def _arrivals(self) -> tuple[dict[WorkerAction, float], dict[WorkerAction, float]]:
-        """For every action that needs another worker's values its delay, and its read.
+        """The delays of values from other workers, and the times to read them, by action.
 
-        How long values are under way is seen where somebody waited before they were sent. Who began
-        to wait later, and waited for most of that time, or about as long as is usual there in all,
-        waited for what was under way. Else it was there: it had been as long on its way as usual,
-        and the wait was for reading it.
+        The delay is the time from sending values until the action that needs them began, if the
+        worker began to wait before they were sent. If it began to wait later, this holds as well if
+        the time is at most 1.5 times the usual delay between these workers, or if the worker waited
+        for at least half of it. Otherwise the values had arrived already: their delay is taken to
+        be the usual one, and the wait is the time to read them.
         """
         found: dict[WorkerAction, float] = {}
         late: dict[WorkerAction, tuple[float, float]] = {}
@@ -481,7 +487,8 @@ class _Pass:
     def waited_for(self) -> list[dict[int, float]]:
         """For every worker how long it waited for each other one, or for links (-1).
 
-        While somebody waits for a worker that waits itself, it waits for the one that works.
+        A wait for a worker that is itself waiting counts as a wait for the worker at the end of
+        the chain, which works.
         """
         found: list[dict[int, float]] = [{} for _ in self._phases]
         for place, begin in self._waits.items():
@@ -528,9 +535,10 @@ def _medians(of: Mapping[WorkerAction, float]) -> dict[WorkerAction, float]:
 
 
 def _rising(levels: Sequence[float], whole: float) -> list[float]:
-    """What every level adds to the one before; none takes anything away, and none exceeds `whole`.
+    """What every level adds to the one before, never less than 0, and at most `whole` in all.
 
-    A worker that is slow waits less than if all were equal: then it is the later levels that count.
+    Where a level is higher than a later one, it is lowered to that one: a slow worker waits less
+    than if all were equal, and only the real, later levels are true of it.
     """
     least, most = [], whole
     for level in reversed(levels):

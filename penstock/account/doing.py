@@ -1,4 +1,4 @@
-"""What a thread of the script does since the last step, as far as it has a name."""
+"""What a thread of the script has done since the last step, as named intervals of time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Doing:
         self._open.append((what, monotonic_ns()))
 
     def exit(self, what: str) -> None:
-        """It has ended what it last began under this name, with all that it began since then.
+        """Note that the latest thing of this name has ended, with everything begun within it.
 
-        Nothing happens if it did not: a Ctrl-C may have come as it began.
+        Does nothing if nothing of this name has begun, as when a Ctrl-C came before `enter`.
         """
         for place in reversed(range(len(self._open))):
             if self._open[place][0] == what:
@@ -44,7 +44,7 @@ class Doing:
                 return
 
     def forget(self, what: str) -> None:
-        """What it has begun under this name was left by an error, and is forgotten."""
+        """Drop what has begun under this name and will not end, as after an error."""
         self._open = [doing for doing in self._open if doing[0] != what]
 
     def note(self, interval: Interval) -> None:
@@ -52,14 +52,14 @@ class Doing:
         self._done.append(interval)
 
     def until(self, now: int) -> list[Interval]:
-        """All since `clear`, in order of their ends; what is not over ends at `now`."""
+        """All intervals since `clear`; those that have not ended yet are cut at `now`."""
         return [*self._done, *(Interval(*doing, now) for doing in self._open)]
 
     def shorten(self, passes: Sequence[Interval]) -> None:
-        """Put things together if there are many, as of a long evaluation; their sums stay.
+        """Merge intervals of the same name if there are many; their total times stay the same.
 
         Args:
-            passes: that were run meanwhile.
+            passes: the passes that were run meanwhile, which are not merged across.
         """
         if len(self._done) < self._most:
             return

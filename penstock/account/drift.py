@@ -1,4 +1,4 @@
-"""Whether a plan still holds: what steps take beside what was predicted of them."""
+"""Whether a plan still holds: the measured times of steps compared with the predicted ones."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from penstock.units import show_seconds
 
 _NOTABLE = 1.1  # times as slow as predicted
 _LATEST = 6  # accounts that are looked at: what was long ago says nothing of now
-_BETTER = 0.97  # of the time of a step, that another plan must take at most to be named
+_BETTER = 0.97  # of a step's time; another plan is named only if it takes less
 
 
 @dataclass(frozen=True)
 class Drift:
-    """What some steps took beside what was predicted of them.
+    """The measured times of some steps compared with the predicted ones.
 
     Attributes:
-        steps: how many were looked at.
-        measured_seconds: of the passes of the latest steps, the median.
-        predicted_seconds: of a step, by the plan.
-        calibrated_seconds: what is predicted now, from what actions usually took in these steps.
-        machine: how many times as long as planned actions take on a worker that is not slow.
-        workers: the same of every worker; `None` if it had nothing to do. `machine` is that of the
-            slowest of the faster half.
-        better: what would be faster than the plan now, of what was considered; `None` if nothing.
-        better_seconds: what is predicted of it now.
-        microbatches: of a batch, by the plan.
+        steps: how many steps were compared.
+        measured_seconds: the median time of the passes of a step.
+        predicted_seconds: the time of a step that the plan predicts.
+        calibrated_seconds: the time of a step if every action takes the median of its kind in
+            these steps.
+        machine: the ratio of measured to planned time of actions on a worker that is not slow: the
+            lower median of `workers`.
+        workers: this ratio for every worker; `None` for a worker without actions.
+        better: the fastest of the considered candidates that would now be faster than the plan;
+            `None` if there is none.
+        better_seconds: the time of a step that is now predicted for `better`; 0 without one.
+        microbatches: the number of micro-batches of a batch in the plan.
     """
 
     steps: int
@@ -65,7 +67,7 @@ class Drift:
 
     @property
     def reasons(self) -> list[str]:
-        """What explains it, and what would be better now, in words."""
+        """What explains the measured time, and what would be faster now, in words."""
         parts = []
         explains = (self.ratio > 1) == (self.machine > 1)
         if self.is_notable and explains and not 1 / _NOTABLE <= self.machine <= _NOTABLE:
@@ -86,7 +88,7 @@ class Drift:
 
     @property
     def _what_changes(self) -> str:
-        """What the better plan would change besides, in words."""
+        """A note in words if the better plan has another number of micro-batches; else empty."""
         better, now = self.better, self.microbatches
         if better is None or better.replicas * better.num_microbatches == now:
             return ""
@@ -100,13 +102,13 @@ def drift(accounts: Sequence[Account], plan: Plan, seconds: float | None = None)
     """What steps took beside what was predicted.
 
     Args:
-        accounts: of steps; only the latest of those count whose batch had the size for which the
-            plan was made.
-        plan: by which they ran.
-        seconds: of the passes of the latest steps, the median; that of the accounts by default.
+        accounts: the accounts of steps, oldest first. Only the latest six count, of the steps
+            whose batch had the size for which the plan was made.
+        plan: the plan by which they ran.
+        seconds: the median time of the passes of the latest steps; by default that of `accounts`.
 
     Returns:
-        `None` if there are no such accounts.
+        the comparison; `None` if no account counts.
     """
     accounts = [found for found in accounts if found.as_planned][-_LATEST:]
     if not accounts:
@@ -133,12 +135,16 @@ def drift(accounts: Sequence[Account], plan: Plan, seconds: float | None = None)
 def _better(
     accounts: Sequence[Account], plan: Plan, machine: float, now: float
 ) -> tuple[Candidate | None, float]:
-    """What is predicted to be faster than the plan, if every action has the overhead it has here.
+    """The candidate that is now predicted to be faster than the plan, and its seconds.
 
-    What was considered was predicted with the overhead of an action that the profile has. Here it
-    is what the workers lost to it, over the actions of one. What steps take beyond that, other
-    plans would take as well. A single slow worker counts as that: what was considered does not say
-    how much each plan gives it. `replan` measures and cuts again.
+    Candidates were predicted with the overhead per action in the profile. Here the overhead per
+    action is measured: the median overhead of a worker over the number of its actions. Whatever
+    else steps take longer than predicted is assumed to slow all candidates by the same factor.
+    That includes one slow worker, as candidates do not say how much work each plan gives it;
+    `replan` measures and cuts again.
+
+    Returns:
+        the candidate and its seconds; `(None, 0.0)` if none takes less than 97 % of `now`.
     """
     actions = 2 * plan.num_microbatches / plan.replicas
     lost = statistics.median(

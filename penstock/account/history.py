@@ -1,7 +1,7 @@
 """What is known of a run: its plan, every step's time, what some steps did, and what happened.
 
-It is in the memory of a pipeline, and with `Pipeline(run=...)` in a folder as well, which a report,
-`penstock top` or a colleague may read while the run goes on.
+A pipeline keeps this in memory, and with `Pipeline(run=...)` in a folder as well. A report,
+`penstock top` or a colleague may read the folder while the run goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ABOUT = "run.json"
 """The file of a run's folder that says what was run; `*.jsonl` have a line for each item."""
 
 PROFILE = "profile.json"
-"""The file of a run's folder with the profile that the plan was made from, if it was not given."""
+"""The file of a run's folder with the profile from which the plan was made, if that is known."""
 
 _VERSION = 1
 _EARLIER = "earlier-"  # before the number of a folder with an earlier run
@@ -38,14 +38,14 @@ class StepTimes(NamedTuple):
     """How long a step took, or several that followed each other.
 
     Attributes:
-        step: the number of the last of them, from 1.
-        at: when it ended, in seconds since 1970.
-        steps: how many.
-        seconds: that they took in all, each from the end of the step before.
-        pass_seconds: the part of it in which workers ran passes.
-        slowest: the number of the slowest of them.
-        slowest_seconds: that it took.
-        rows: of their batches, in all.
+        step: the number of the last of these steps, from 1.
+        at: when that step ended, in seconds since 1970.
+        steps: how many steps these are.
+        seconds: their total time, each counted from the end of the step before.
+        pass_seconds: the part of `seconds` in which workers ran passes.
+        slowest: the number of the slowest step.
+        slowest_seconds: the time that the slowest step took.
+        rows: the total number of rows of their batches.
     """
 
     step: int
@@ -62,13 +62,13 @@ class Sample(NamedTuple):
     """What every worker held at a moment between two steps, and had done by then.
 
     Attributes:
-        at: when, in seconds since 1970.
-        step: after so many steps.
-        memory: bytes of its device's memory that are in use, of a CPU worker's process; 0 where
-            that is not known.
-        most_memory: the most that were.
-        worked: the seconds that it has worked in passes.
-        waited: the seconds that it has waited for others in passes.
+        at: when the sample was taken, in seconds since 1970.
+        step: the number of steps completed by then.
+        memory: for every worker the bytes in use on its device, or by its process on a CPU; 0
+            where that is not known.
+        most_memory: for every worker the peak of `memory` so far.
+        worked: for every worker the seconds that it has worked in passes.
+        waited: for every worker the seconds that it has waited for others in passes.
     """
 
     at: float
@@ -83,11 +83,11 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """What was run, and where.
 
     Attributes:
-        description: of the pipeline and its workers.
-        plan: by which it runs.
-        environment: versions and machine, by name.
-        since: by this plan it runs since the end of this step; 0 if there was no other one.
-        version: of the folder's format.
+        description: the pipeline and its workers.
+        plan: the plan by which it runs now.
+        environment: versions of packages and facts about the machine, by name.
+        since: the number of the last step that ran by an earlier plan; 0 if there was none.
+        version: the version of the folder's format.
     """
 
     description: Description
@@ -106,7 +106,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         records: what some steps did, in order.
         samples: what workers held now and then, in order.
         events: what happened, in order.
-        notes: what there is to say of the folder that it was read from.
+        notes: remarks on the folder that this was read from, such as lines that are not whole.
     """
 
     about: About
@@ -123,7 +123,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Item = StepTimes | StepRecord | Sample | Happened
-"""What is written line by line."""
+"""What a run's folder has a file of, with one line of JSON per item."""
 
 _FILES: Mapping[type, str] = {
     StepTimes: "steps.jsonl",
@@ -134,23 +134,23 @@ _FILES: Mapping[type, str] = {
 
 
 class RunFolder:
-    """The folder of a run, which this process writes. Every line is whole when it is there.
+    """The folder of a run, which this process writes line by line.
 
-    It is of one run. What an earlier one has left there, or an earlier plan of this one, is moved
-    to folders in it, `earlier-1`, `earlier-2`, ..., each of which is the folder of a run as well.
+    A folder has one run. The files of an earlier run, or of an earlier plan of this run, are moved
+    to its subfolders `earlier-1`, `earlier-2`, ..., each of which can be read as a run as well.
 
     Args:
-        path: of the folder, which is made.
+        path: the folder, which is created if needed.
         about: what is run.
-        profile: that the plan was made from; `None` if it is not known.
+        profile: the profile from which the plan was made; `None` if it is not known.
 
     Attributes:
-        path: the same, whatever the working directory.
-        close: lets others write there, which also happens when it is forgotten.
+        path: the absolute path of the folder.
+        close: unlocks the folder for other writers; called as well when this object is collected.
 
     Raises:
-        InputError: it cannot be written; or it has other files than those of a run; or another run
-            is being written there, as far as the file system can say.
+        InputError: the folder cannot be written; or it has files that are not those of a run; or
+            another run is being written there, as far as the file system can say.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class RunFolder:
         return f" (process {found.pid} on {found.host})"
 
     def _put_aside(self, names: Iterable[str]) -> None:
-        """Move the files of these names to a folder that says by which plan they were written.
+        """Move these files to a subfolder, with a copy of the `ABOUT` that they belong to.
 
         A kill in the midst of this leaves a few of them here; the next start moves them as well.
 
@@ -246,7 +246,15 @@ class RunFolder:
 
 
 def _takes(folder: Path, content: bytes, names: Sequence[str]) -> bool:
-    """Whether files of these names, of what was run so, may be moved to a folder."""
+    """Whether files may be moved to a subfolder: if it is new or empty, or of the same run.
+
+    A subfolder of the same run must not have files of these names yet.
+
+    Args:
+        folder: the subfolder.
+        content: the content of the file `ABOUT` to which the files belong.
+        names: the names of the files.
+    """
     if not folder.exists():
         return True
     try:
@@ -257,14 +265,14 @@ def _takes(folder: Path, content: bytes, names: Sequence[str]) -> bool:
 
 
 def read_run(path: str | os.PathLike[str]) -> History:
-    """What a run's folder says; also while it is written.
+    """Read the folder of a run, which may still be being written.
 
     Args:
-        path: of the folder.
+        path: the folder.
 
     Raises:
-        InputError: it is none, or one of another version, or a file in it is a link that leads
-            elsewhere.
+        InputError: it is not the folder of a run; or one of another version; or a file in it is
+            malformed, cannot be read, or is a link that leads out of the folder.
     """
     folder = Path(path)
     for name in (ABOUT, *_FILES.values()):
@@ -291,7 +299,7 @@ def _about(folder: Path) -> About:
     """What was run.
 
     Raises:
-        InputError: that is not to be found, or is of another version.
+        InputError: the file is missing or malformed, or of another version.
     """
     try:
         about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
@@ -322,7 +330,7 @@ def _earlier(folder: Path) -> str:
 
 
 class _File(NamedTuple):
-    """What is in a file: its items, and what is to be said of it, if anything."""
+    """The items of a file, and a remark on the file; empty if there is none."""
 
     items: list[Any]
     note: str = ""

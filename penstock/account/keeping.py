@@ -19,10 +19,10 @@ from penstock.errors import InputError
 from penstock.plan.plan import Plan
 from penstock.profile.data import Profile
 
-_RECORDS, _TIMES, _EVENTS = 12, 4096, 256  # that are kept in memory
+_RECORDS, _TIMES, _EVENTS = 12, 4096, 256  # how many of each are kept in memory
 _SHOWN = 3  # of the latest events, in a status
 _TOGETHER = 1.0  # seconds; steps that end within are noted together
-_SAMPLES = 500  # of the workers, in a time that is as long as the run so far
+_SAMPLES = 500  # over the run: at least 1/500 of its time so far is between two of them
 
 
 class Kept:
@@ -46,17 +46,17 @@ class Kept:
         weakref.finalize(self, _flush_here, self._times, os.getpid())  # also at a Ctrl-C
 
     def write_to(self, folder: RunFolder) -> None:
-        """From now on it is written to a folder as well."""
+        """Write everything that is added from now on to a folder as well."""
         self._written.folder = folder
 
     def step(self, number: int, seconds: float, pass_seconds: float, rows: int) -> None:
         """A step has ended.
 
         Args:
-            number: of it, from 1.
-            seconds: that it took, from the end of the step before.
-            pass_seconds: the part of it in which workers ran passes.
-            rows: of its batch.
+            number: the number of the step, from 1.
+            seconds: the time from the end of the step before to its own end.
+            pass_seconds: the part of `seconds` in which workers ran passes.
+            rows: the number of rows of its batch.
         """
         self._steps = number
         self._times.step(number, seconds, pass_seconds, rows)
@@ -68,15 +68,19 @@ class Kept:
             self._written.add(sample)
 
     def sample_by(self, sample: Callable[[int], Sample | None]) -> None:
-        """Have this say now and then what workers do, after so many steps."""
+        """Set the function that samples the workers.
+
+        Args:
+            sample: called now and then with the number of completed steps; `None` for no sample.
+        """
         self._sample = sample
 
     def go_on(self, about: About, profile: Profile | None) -> None:
-        """The run goes on with another plan; what was recorded is of the old one.
+        """Go on with another plan; drop the records and samples of the old one from memory.
 
         Args:
             about: what is run from now on.
-            profile: that the plan was made from, if it is known.
+            profile: the profile from which the plan was made; `None` if it is not known.
         """
         self._times.flush()  # or steps of both plans would be noted together
         self.records = []
@@ -90,13 +94,14 @@ class Kept:
         self._written.close()
 
     def record(self, record: StepRecord, is_written: bool = True) -> None:
-        """A step was recorded, which is the latest; if there are too many, one is forgotten.
+        """Keep the record of the latest step, and forget one if there are too many.
 
-        It is the oldest of those with an audit, which do not stand for others, or else of all.
+        The oldest with an audit is forgotten, as its times are not typical, or else the oldest.
 
         Args:
             record: what was recorded.
-            is_written: whether it is written to the folder of the run, which keeps all of them.
+            is_written: whether to write it to the folder of the run as well, which keeps all that
+                are written to it.
         """
         self._times.flush()
         records = [*self.records, record]
@@ -119,10 +124,10 @@ class Kept:
         return [*self._events][-_SHOWN:]
 
     def accounts(self, plan: Plan) -> list[Account]:
-        """Where the time of the recorded steps went; every one of them is looked at once.
+        """Where the time of the recorded steps went; accounts are cached as long as `plan` stays.
 
         Args:
-            plan: by which they ran.
+            plan: the plan by which the steps ran.
         """
         of, found = self._accounts
         known = {id(record): own for record, own in found} if of is plan else {}
@@ -188,10 +193,10 @@ class _Written:
 
 
 class _Times:
-    """The times of steps: of those that end within a second together.
+    """The times of steps; steps that end within a second of each other share one entry.
 
     Args:
-        written: where they are written.
+        written: where the entries are written as well.
     """
 
     def __init__(self, written: _Written) -> None:
@@ -235,6 +240,6 @@ class _Times:
 
 
 def _flush_here(times: _Times, process: int) -> None:
-    """Note the steps that are not noted yet, if this is the process, and not a fork of it."""
+    """Note the steps that are not noted yet, unless this is a fork of the given process."""
     if os.getpid() == process:
         times.flush()

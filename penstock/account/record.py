@@ -16,8 +16,9 @@ from penstock.board.phases import timeline_of
 from penstock.schedule import Timeline
 
 PASS, CALL, AUDIT, EVALUATION = "pass", "call", "audit", "evaluation"
-"""What the script's thread does: waits for workers that run a pass of the step; runs a method of a
-pipeline; has a micro-batch run by the model itself as well; runs a pass that is not of the step."""
+"""What the script's thread does: it waits for a pass of the step (`PASS`), runs a method of a
+pipeline (`CALL`), audits a micro-batch (`AUDIT`), or waits for a pass that belongs to no step, such
+as one without gradients (`EVALUATION`)."""
 
 
 class Interval(NamedTuple):
@@ -40,13 +41,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: its number, from 1.
         begin: when the step before had ended, in nanoseconds of `time.monotonic_ns()`; for the
-            first step when it was called.
-        end: when its last pass had ended.
-        rows: of its batch.
-        num_workers: how many there are.
-        driver: what the script's thread did meanwhile, as far as Penstock sees it; one thing may
-            be a part of another.
-        logs: what every worker noted in its passes, by number.
+            first step when its first interval in `driver` began.
+        end: when its last pass had ended, by the same clock.
+        rows: the number of rows of its batch.
+        num_workers: the number of workers of the pipeline.
+        driver: what the script's thread did meanwhile, as far as Penstock sees it; intervals may
+            be nested.
+        logs: what every worker noted in its passes, by the worker's number.
         as_planned: whether its batch had the size for which the plan was made.
     """
 
@@ -60,7 +61,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     as_planned: bool = True
 
     def later(self, by: int) -> StepRecord:
-        """The same by a clock that is so many nanoseconds ahead."""
+        """The same record with all times moved by this many nanoseconds, for another clock."""
         return replace(
             self,
             begin=self.begin + by,
@@ -100,20 +101,21 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usual(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Those that stand for others: without audits, unless there was one in each."""
+    """The records without audits, which are typical; all records if each has an audit."""
     return [record for record in records if not record.is_audited] or list(records)
 
 
 def partition(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[Interval]:
-    """What was done at every moment: a pass if there was one, or else the innermost thing.
+    """What was done at every moment: a pass if there was one, or else the shortest interval.
 
     Args:
-        intervals: in any order. Usually two of them are apart, or one is a part of the other.
-        begin: of the whole.
-        end: of it.
+        intervals: what was done, in any order. Two of them are usually disjoint or nested.
+        begin: the start of the time to cover, in nanoseconds.
+        end: the end of the time to cover.
 
     Yields:
-        intervals that follow each other from `begin` to `end`; `""` is where there was none.
+        intervals that cover the time from `begin` to `end` without gaps; `what` is `""` where
+        nothing was done.
     """
     edges = sorted({begin, end, *(t for i in intervals for t in i[1:] if begin < t < end)})
     later = sorted(intervals, key=itemgetter(1), reverse=True)
@@ -130,19 +132,19 @@ _NOTHING = Interval("", 0, 0)
 
 
 def _how_outer(interval: Interval) -> tuple[bool, int]:
-    """Less for a pass, and for what is shorter."""
+    """A sort key: passes come first, then shorter intervals before longer ones."""
     return interval.what != PASS, interval.end - interval.begin
 
 
 def shortened(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """Fewer intervals: between two passes one for each thing, as long as all of its kind there.
+    """Merge intervals: between two passes, those of one name become one of their total length.
 
-    They are in the order in which these things were first done.
+    The merged intervals follow each other in the order in which their names first occurred.
 
     Args:
-        intervals: see `partition`.
-        begin: of the whole.
-        end: of it.
+        intervals: what was done, in any order; where they overlap, see `partition`.
+        begin: the start of the time to cover, in nanoseconds.
+        end: the end of the time to cover.
     """
     pieces = deque(piece for piece in partition(intervals, begin, end) if piece.what != PASS)
     found: list[Interval] = []
@@ -161,7 +163,7 @@ def shortened(intervals: Sequence[Interval], begin: int, end: int) -> list[Inter
 
 
 def _passes(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """The passes among these, in order; what would be at the same time as another is cut off."""
+    """The passes among `intervals`, in order; a pass that overlaps the one before is cut."""
     found: list[Interval] = []
     free = begin
     for what, start, stop in sorted(i for i in intervals if i.what == PASS):

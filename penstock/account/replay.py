@@ -1,4 +1,4 @@
-"""The same actions again, in the same order, with other durations: what would have been then."""
+"""Simulates recorded actions again, in the same order but with other durations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Durations:
     """How long everything takes, in seconds.
 
     Attributes:
-        work: of every action.
-        delays: from when an action's values were sent until they were there; 0 if not given.
+        work: the duration of every action.
+        delays: for actions that need another worker's values, the time from sending these until
+            they have arrived; 0 for actions that are missing.
     """
 
     work: Mapping[WorkerAction, float]
@@ -26,14 +27,16 @@ class Durations:
 
 
 class Replay:
-    """The actions of one pass.
+    """The actions of one pass, and which of them need the values of which other.
 
     Args:
         lists: for every worker its actions, in the order in which it ran them.
-        workers_per_replica: a worker of another replica runs the same stages.
+        workers_per_replica: the number of workers of each replica; worker numbers are replica by
+            replica.
 
     Attributes:
-        before: for every action the one on which it depends, if another worker ran it.
+        before: for every action the one of a neighbouring stage whose values it needs, on the same
+            worker or another.
     """
 
     def __init__(self, lists: Sequence[Sequence[Action]], workers_per_replica: int) -> None:

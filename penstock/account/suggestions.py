@@ -25,7 +25,7 @@ from penstock.plan.plan import Plan
 from penstock.schedule import Costs
 from penstock.simulate import Network, simulate
 
-_LEAST = 0.01  # of a step's time, that is worth a line
+_LEAST = 0.01  # of a step's time; suggestions that gain less are left out
 
 _CURES = {
     IMBALANCE: (
@@ -66,8 +66,9 @@ _CURES = {
         "replicas wait for the turn of their micro-batches",
     ),
 }
-"""For causes what to try, and why: with worker and stage of a `LostTime`, its calls, the number of
-micro-batches, and what tells data from other things that the script does, unless it is used."""
+"""For every cause, templates of what to try and why. The placeholders are the worker and stage of a
+`LostTime`, the calls of that stage, the number of micro-batches (`count`), and a hint to use
+`pipe.loading`, which is empty if the script does (`loading`)."""
 
 _LOADING = "; pipe.loading(batches) tells how much of it is data"
 
@@ -78,9 +79,9 @@ class Suggestion:
 
     Attributes:
         what: in words, with the argument or the method that does it.
-        gain: the share of a step's time that it is predicted to save; at most, if `is_most`.
-        why: where that comes from.
-        is_most: whether it may save less.
+        gain: the share of a step's time that it is predicted to save, from 0 to 1.
+        why: the reason, in words.
+        is_most: whether `gain` is an upper bound, not an estimate.
     """
 
     what: str
@@ -90,7 +91,7 @@ class Suggestion:
 
 
 def suggestions(accounts: Sequence[Account], plan: Plan) -> list[Suggestion]:
-    """What to try, what gains most first; nothing that gains less than a hundredth.
+    """What to try, the largest gain first; gains of less than 1 % of a step are left out.
 
     Args:
         accounts: of some steps.
@@ -104,12 +105,12 @@ def suggestions(accounts: Sequence[Account], plan: Plan) -> list[Suggestion]:
 
 
 def _of_losses(found: Sequence[LostTime], whole: float, plan: Plan) -> Iterator[Suggestion]:
-    """What would end each loss, as far as one can do something about it.
+    """What to try against each loss that has an entry in `_CURES`.
 
     Args:
         found: the losses.
-        whole: seconds of a step.
-        plan: by which it ran.
+        whole: the seconds of a step, of which each loss is a share.
+        plan: the plan by which the steps ran.
     """
     loading = _LOADING if all(loss.cause != DATA for loss in found) else ""
     for loss in found:
@@ -129,7 +130,7 @@ def _of_losses(found: Sequence[LostTime], whole: float, plan: Plan) -> Iterator[
 
 
 def _of_plan(accounts: Sequence[Account], plan: Plan) -> Iterator[Suggestion]:
-    """Other numbers of micro-batches, and what else was considered."""
+    """What to try with another plan: twice the micro-batches, or a candidate that is now faster."""
     usual = statistics.median(account.usual_seconds for account in accounts)
     whole = statistics.median(account.seconds for account in accounts)
     filling = any(loss.cause == FILL and loss.seconds for a in accounts for loss in a.losses)
@@ -156,7 +157,12 @@ def _of_plan(accounts: Sequence[Account], plan: Plan) -> Iterator[Suggestion]:
 
 
 def _simulated(plan: Plan, count: int) -> float:
-    """The step with so many micro-batches, whose actions take as much less as they have less."""
+    """The seconds of a step with `count` micro-batches, if actions take time in proportion to rows.
+
+    Args:
+        plan: the plan, with the costs of its own number of micro-batches.
+        count: the number of micro-batches.
+    """
     factor = plan.num_microbatches / count
     costs = plan.costs
     scaled = Costs(

@@ -64,12 +64,12 @@ class Audited:
 
     Attributes:
         setting: the pipeline's `audit=`.
-        microbatches: how many were run by the model's own forward as well, and were the same.
-        with_gradients: of how many of these the gradients were compared, too.
-        last: the number of the latest of them among the pipeline's passes, from 0; `None` before.
-        seconds: what all of that has taken.
-        why_not: why there is no audit, or the latest one that was due was left out, or compared
-            results only; empty if there is nothing to say.
+        microbatches: how many micro-batches were compared, and found to be the same.
+        with_gradients: for how many of these the gradients were compared as well.
+        last: the number of the pass with the latest of these, from 0; `None` if there is none yet.
+        seconds: the total time that audits have taken.
+        why_not: why there are no audits, or why the latest one was left out or compared results
+            only; else empty.
     """
 
     setting: Setting
@@ -84,13 +84,13 @@ class Auditor:
     """Runs micro-batches by the model itself as well, when it is time, and compares.
 
     Args:
-        setting: see `Pipeline`.
+        setting: which passes are audited, see `penstock.audit.pace.Setting`.
         program: what the stages run.
-        runner: runs it.
+        runner: runs the program on the pipeline's workers.
         threads: intra-op threads of each CPU worker.
 
     Attributes:
-        found: what it has done so far.
+        found: the results of all audits so far.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Auditor:
         self.begin()
 
     def begin(self) -> None:
-        """Audit what the runner has now, as new; the counts go on."""
+        """Start the pace anew for the present workers and plan; the counts in `found` go on."""
         setting = self.found.setting
         why_not = "audit=None" if setting is None else self._never()
         self.found = replace(self.found, why_not=why_not)
@@ -180,7 +180,7 @@ class Auditor:
         )
 
     def _compare(self, subject: _Subject, learns: bool) -> None:
-        """Run it both ways, and leave nothing behind.
+        """Run a micro-batch both ways, leaving nothing behind, and raise if they differ.
 
         Raises:
             AuditError: something differs.
@@ -245,7 +245,8 @@ class Auditor:
     def _goes_away(self, subject: _Subject, learns: bool) -> bool:
         """Whether a difference goes away with kernels that give the same bits in every run.
 
-        Something else that comes and goes would have to stay away as often as it is tried.
+        The comparison is repeated `_TRIES` times: a difference that comes and goes for another
+        reason is unlikely to stay away each time.
         """
         if is_deterministic(self._runner.plan.devices, self._threads):
             return False
@@ -255,7 +256,7 @@ class Auditor:
             )
 
     def _changing(self) -> list[torch.Tensor]:
-        """The buffers that the stages may change."""
+        """The buffers to restore afterwards: all if they are small, else those known to change."""
         known = [b for own in self._runner.workers.ownership.changing for b in own]
         every = list(self._program.model.buffers())
         return every if sum(b.nbytes for b in every) <= _COPIED else known
@@ -282,10 +283,10 @@ class _Split:
     """What the stages have made of a micro-batch.
 
     Attributes:
-        results: the values that leave the last one.
-        differentiable: which of these a backward can start from.
-        gradients: of the parameters by identity; those that were compared are taken out.
-        learns: whether there was a backward.
+        results: the values that leave the last stage.
+        differentiable: for each result, whether a backward can start from it.
+        gradients: the parameters' gradients by `id(parameter)`; each is removed once compared.
+        learns: whether the forward ran with gradients enabled, for a backward.
     """
 
     results: Sequence[Any]
@@ -295,7 +296,7 @@ class _Split:
 
 
 def _moved(leaves: Inputs, device: torch.device) -> Inputs:
-    """Inputs on the model's device, where the pipeline copies them, too."""
+    """The inputs on a device, moved as the pipeline moves them; the same object if none moves."""
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device == device:
@@ -312,10 +313,10 @@ class _Subject:
 
     Args:
         program: what the stages run.
-        runner: runs it.
+        runner: runs the program on the pipeline's workers.
         order: the pass.
         leaves: the micro-batch's inputs.
-        k: which it is.
+        k: the number of the micro-batch in the pass, from 0.
     """
 
     def __init__(
@@ -423,7 +424,7 @@ class _Subject:
         return AuditError(what, self._k, self._order.number, place)
 
     def repeats(self, plan: Plan) -> bool:
-        """Whether every call of the model's own forward is that of the recording."""
+        """Whether the model's own forward still makes the recorded calls, with the same results."""
         args, kwargs = self._arguments()
         found = difference(self._program, self._way.trace, plan, args, kwargs, self._microbatch)
         return not found.module
@@ -433,7 +434,7 @@ class _Subject:
         return unflatten(self._way.trace.input_structure, self._fresh())
 
     def _fresh(self) -> list[Any]:
-        """The inputs, apart from the user's history, and copied if the forward changes some."""
+        """The inputs, detached from the user's graph, and cloned if the forward changes any."""
         copies = _changes_inputs(self._way.trace)
         fresh = []
         for leaf in self._leaves:
@@ -445,7 +446,7 @@ class _Subject:
 
 
 def _situation(order: Order) -> Hashable:
-    """What a pass has in common with others that do the same."""
+    """What decides whether a pass is new to the audit: its modes, and the ways that it takes."""
     ways = frozenset(m.way for m in order.microbatches)
     return order.training, order.modes, ways
 
@@ -458,7 +459,7 @@ def _changes_inputs(trace: Trace) -> bool:
 
 
 def _start(value: torch.Tensor) -> torch.Tensor:
-    """The gradient of a result from which both backwards start: every entry's is another."""
+    """The gradient of a result from which both backwards start; its entries differ."""
     steps = torch.arange(value.numel(), device=value.device, dtype=torch.float64)
     start: torch.Tensor = steps.cos() / max(1, value.numel()) ** 0.5
     return start.reshape(value.shape).to(value.dtype)
@@ -466,7 +467,7 @@ def _start(value: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """While open there are no gradients; afterwards they are those that there were."""
+    """Clear the gradients of these parameters while open, and restore them afterwards."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter, _ in before:

@@ -35,13 +35,14 @@ def difference(
 ) -> Difference:
     """The first call of the model's own forward that is not as it was recorded.
 
-    What fails in looking for it is only mentioned, for that the two differ is known already.
+    An error in the search itself is not raised but described in `why`, as it is known already that
+    something differs.
 
     Args:
         program: the recording.
-        trace: the way through it.
-        plan: how it is cut.
-        args, kwargs: of the micro-batch.
+        trace: the way that the micro-batch takes.
+        plan: which calls each stage has.
+        args, kwargs: the arguments of the model for this micro-batch.
         microbatch: its sizes and random key.
     """
     try:
@@ -62,7 +63,7 @@ def _first(
     model, key = program.model, microbatch.key
     stopped = ""
     with untouched(model), torch.no_grad():
-        forward = ForwardResults(program, model, key)  # of the tensors that are there inside
+        forward = ForwardResults(program, model, key)  # made inside, where it sees the copies
         try:
             forward.run(args, kwargs)
         except Unrecordable as error:
@@ -123,7 +124,7 @@ def _module(model: nn.Module, path: str) -> str:
 
 
 def _constants(old: Call, new: Call, sizes: Sizes) -> tuple[Any, Any] | None:
-    """The first constant that a call is given now, and that was another one."""
+    """The recorded and the present value of a call's first changed constant; `None` if none."""
     (ours, structure), (theirs, other) = (flatten((c.args, c.kwargs)) for c in (old, new))
     if structure != other:
         return None

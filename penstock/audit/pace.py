@@ -9,7 +9,7 @@ from penstock.cadence import is_power_of_two
 from penstock.errors import InputError
 
 Setting = int | Literal["auto"] | None
-"""Every how many passes one is audited; `"auto"` decides by time; `None` for none."""
+"""Audit every n-th pass (a number); as many as cost little time (`"auto"`); or none (`None`)."""
 
 _FIRST = 20  # passes in which mistakes are likeliest to show
 _FIRST_SECONDS = (
@@ -21,17 +21,17 @@ _SHARE = 0.005  # of the time of all passes, from then on
 class Pace:
     """Decides which passes are audited, so that it costs little.
 
-    By itself ("auto") every one of the first twenty as long as that has taken less than three
-    seconds, and the 1st, 2nd, 4th, 8th and 16th in any case. After these, audits take half a
-    percent of the time that passes take. When something is new (another mode, another way through
-    the model) the next audit does not wait until there is enough time for it, only until the ones
-    before are paid.
+    With `"auto"`, each of the first twenty passes is audited until audits have taken three seconds,
+    and the 1st, 2nd, 4th, 8th and 16th in any case. After these, audits may take half a percent of
+    the time of passes. An audit is due when it fits into that budget, if it takes as long as the
+    latest one. If something is new (another mode, another way through the model), an audit is due
+    as soon as the earlier ones fit.
 
     Args:
-        setting: see `Setting`.
+        setting: which passes are audited.
 
     Raises:
-        InputError: it is none.
+        InputError: the setting is not one of `Setting`.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -51,7 +51,8 @@ class Pace:
         """Whether the pass that is about to run is to be audited.
 
         Args:
-            situation: what is new if it differs from that of the pass before.
+            situation: describes the pass; if it differs from that of the pass before, the audit is
+                due sooner.
         """
         self._passes += 1
         if isinstance(self._setting, int):

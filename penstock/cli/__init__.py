@@ -1,4 +1,4 @@
-"""The command line. Each command is a file; it is imported when it is run, and torch by it."""
+"""The command line. The module of a command, and with it torch, is imported when it runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
 
 
 class _Lazy(click.Group):
-    """A group that imports a command when it is asked for, and not for its own help."""
+    """A group that imports the module of a command only when that command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

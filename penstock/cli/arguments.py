@@ -49,11 +49,11 @@ def load_example(
     """The module, and the arguments to call it with.
 
     Args:
-        model: its name.
-        inputs: the specifications of its arguments.
-        example: the name of what returns them.
-        seed: of torch's generator.
-        empty: build it without weights.
+        model: the name of the model, such as `package.module:callable`.
+        inputs: the specifications of its arguments, such as `8x3x128x128`.
+        example: the name of a callable that returns its arguments, instead of `inputs`.
+        seed: the seed of torch's generator.
+        empty: whether to build the model without weights.
 
     Raises:
         InputError: the model, an input or the example is not what it must be.
@@ -126,7 +126,7 @@ def load_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _made(target: str, make: Callable[[], Any]) -> Any:
-    """What a function of the user's makes; an error of its own is the user's to read."""
+    """What the user's function returns; its errors become an `InputError` with its name."""
     try:
         return make()
     except PenstockError:

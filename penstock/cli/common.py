@@ -313,7 +313,11 @@ def check_example(model: str, inputs: Sequence[str], example: str | None) -> Non
 
 
 def _check_devices(text: str | None) -> None:
-    """Those of --devices, or the file that it names."""
+    """Check the devices of --devices, or that the file exists that it names.
+
+    Raises:
+        InputError: a name is not that of a device, or there is no such file.
+    """
     if text is None:
         return
     if text.endswith(".toml"):

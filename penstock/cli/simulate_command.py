@@ -196,10 +196,13 @@ class _Options:
     recompute: str
 
     def check(self, plan: Plan | None) -> None:
-        """Raise unless they fit together, and say what no plan says.
+        """Raise unless the options fit together, and give what would otherwise come from a plan.
+
+        Args:
+            plan: the plan that is simulated; `None` if only a profile is given.
 
         Raises:
-            InputError: they do not.
+            InputError: two options contradict each other, or one is missing.
         """
         if self.batch is not None and self.microbatch_size is not None:
             raise InputError(
@@ -218,7 +221,7 @@ class _Options:
             )
 
     def request(self) -> Request:
-        """What is asked of plans that are made."""
+        """The options that a new plan is made with, as a `Request`."""
         from penstock.plan.request import Request
 
         return Request(
@@ -363,7 +366,7 @@ def _text(outcomes: Sequence[Predicted], width: int | None) -> str:
 
 
 def _row(outcome: Predicted) -> tuple[str, ...]:
-    """A line of the table; what was not asked about is empty, and then left out."""
+    """A line of the table; settings that do not apply or were not given are empty cells."""
     from penstock.units import show_bytes, show_seconds
 
     case, seconds = outcome.case, outcome.step_seconds

@@ -220,7 +220,7 @@ def _keys() -> Iterator[Iterator[str]]:
     def pressed() -> Iterator[str]:
         while True:
             ready, _, _ = select.select([sys.stdin], [], [], 1 / _LOOKS)
-            # not by sys.stdin, which keeps what it has read too much of; at its end it is over
+            # os.read: sys.stdin would buffer keys that `select` does not see; the end of input is q
             yield (os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q") if ready else ""
 
     if not sys.stdin.isatty():

@@ -199,10 +199,10 @@ def compare_results(what: str, ours: Any, theirs: Any) -> Comparison:
 def rows_in_order(ours: Any, theirs: Any) -> Comparison:
     """Compare a result that was put together from micro-batches with that of the unsplit model.
 
-    Kernels may round differently for another number of rows, so bits prove nothing here. Instead
-    no row of the unsplit result may be nearer to a row than the one in its own place is, by more
-    than rounding explains. Every dimension that could be that of the rows is looked at. It is not
-    asked of models that decide otherwise on a micro-batch than on the whole batch.
+    Kernels may round differently for another number of rows, so bits prove nothing here. Instead,
+    the row of the unsplit result that is nearest to a row must be the one in the same place, up to
+    rounding. Each dimension is checked, as any of them could be that of the rows. This does not
+    hold for models that decide otherwise on a micro-batch than on the whole batch.
     """
     what = "rows of a call in evaluation mode, next to those of the unsplit model"
     pairs = list(zip(tensors(ours), tensors(theirs), strict=True))
@@ -221,7 +221,7 @@ def _in_order(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _nearest(ours: torch.Tensor, theirs: torch.Tensor, dim: int, eps: float) -> bool:
-    """Whether the nearest to each entry along a dimension is in the same place, or as near."""
+    """Whether every slice along a dimension is nearest to the one in its own place, or nearly."""
     mine, other = (
         t.movedim(dim, 0).flatten(1) if t.ndim > 1 else t[:, None] for t in (ours, theirs)
     )
@@ -245,15 +245,19 @@ def place_of(
     threads: int,
     comparisons: Sequence[Comparison],
 ) -> Origin | None:
-    """The first place where something differs; `None` if nothing does, or by rounding alone.
+    """The first place, in the order of the forward, where something differs.
 
     Args:
-        model: the user's, of which copies are run.
-        program: captured from another copy.
-        oracle: what has run it unsplit.
-        plan: how it was split.
+        model: the user's model, of which copies are run.
+        program: the program, captured from another copy.
+        oracle: the unsplit run, whose micro-batches are run again.
+        plan: how the model was split.
         threads: intra-op threads of every worker.
-        comparisons: what was compared.
+        comparisons: the results of the comparison.
+
+    Returns:
+        the place; `None` if nothing differs, if no call uses what differs, or if values are rounded
+        at cuts and the forwards are the same.
     """
     if all(comparison.ok for comparison in comparisons):
         return None
@@ -284,7 +288,7 @@ def place_of(
 
 
 def _users(trace: Trace) -> dict[str, list[int]]:
-    """The calls that use a parameter or buffer, by its name."""
+    """For every parameter and buffer, by name, the numbers of the calls that use it."""
     found: dict[str, list[int]] = {}
     for number, call in enumerate(trace.calls):
         read = [value.name for value in call.reads() if isinstance(value, Attribute)]
@@ -294,7 +298,7 @@ def _users(trace: Trace) -> dict[str, list[int]]:
 
 
 def in_forward_order(trace: Trace, named: Mapping[str, T]) -> dict[str, T]:
-    """The same, by when the forward uses it first; what it does not use comes last."""
+    """`named`, sorted by the first call that uses each name; unused names come last."""
     uses = _users(trace)
     never = [len(trace.calls)]
     return {name: named[name] for name in sorted(named, key=lambda n: uses.get(n, never)[0])}

@@ -27,12 +27,13 @@ T = TypeVar("T")
 
 
 class Seeds(Around):
-    """The random numbers of the micro-batches of a pipeline, for one device that runs them alone.
+    """Gives one device that runs a pipeline's micro-batches the pipeline's random numbers.
 
     Args:
-        program: captured from a copy of the model; it says which calls are random.
-        model: what runs.
-        deferred: whether BatchNorms are moved once per batch, as `batchnorm="deferred"` does.
+        program: captured from a copy of the model; says which calls are random.
+        model: the model that runs.
+        deferred: whether the running statistics of BatchNorms are updated once per batch, as with
+            `batchnorm="deferred"`.
     """
 
     def __init__(self, program: Program, model: nn.Module, deferred: bool = False) -> None:
@@ -44,7 +45,7 @@ class Seeds(Around):
             self._batchnorms.add(model.modules())
 
     def batch(self, step: int) -> AbstractContextManager[None]:
-        """Moves BatchNorms at the end, if they wait for that."""
+        """Updates running statistics of BatchNorms at the end, if these are deferred."""
         return self._batchnorms.during_a_pass()
 
     @contextmanager
@@ -75,11 +76,12 @@ def one_device(
     Args:
         model: the model, unsplit; gradients add up in its `.grad`.
         program: captured from a copy of it.
-        num_microbatches: how many.
+        num_microbatches: the number of micro-batches.
         args: positional arguments of the batch.
         kwargs: keyword arguments of the batch.
-        batch_dim: as in `Pipeline`.
-        deferred: whether BatchNorms are moved once per batch, as `batchnorm="deferred"` does.
+        batch_dim: the dimension of the rows, as in `Pipeline`.
+        deferred: whether the running statistics of BatchNorms are updated once per batch, as with
+            `batchnorm="deferred"`.
     """
     around = Seeds(program, model, deferred)
     return Oracle(model, args, kwargs, num_microbatches, batch_dim=batch_dim, around=around)
@@ -149,7 +151,7 @@ def run_with_threads(function: Callable[[], T], threads: int, timeout: float | N
         with interrupts_wait():  # until it is known that it runs
             thread.start()
         thread.join(timeout)
-    except BaseException:  # an impatient user, but what it works on must not change under it
+    except BaseException:  # Ctrl-C: let the thread end first, as it uses the model
         if thread.ident is not None:
             thread.join(_GRACE)
         raise

@@ -15,8 +15,8 @@ try:
 except ModuleNotFoundError as error:
     raise PenstockError("progress bars need rich: pip install 'penstock[cli]'") from error
 
-_LINES = 10  # that a log gets of the whole of a training
-_SECONDS_BETWEEN_LINES = 10.0  # that a log gets of anything else
+_LINES = 10  # in a log, for a whole training
+_SECONDS_BETWEEN_LINES = 10.0  # at least, in a log of anything else
 
 
 class Progress:

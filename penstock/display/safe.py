@@ -1,4 +1,4 @@
-"""Text of strangers that is shown in a terminal."""
+"""Makes text from outside, such as answers of other machines, safe to show in a terminal."""
 
 from __future__ import annotations
 

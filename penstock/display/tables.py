@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from textwrap import wrap
 
-_TEXT = 16  # a column of text is not made narrower
-_NAMES = 24  # nor is the first column
+_TEXT = 16  # the least width to which a column of text is reduced
+_NAMES = 24  # the least width to which the first column is reduced
 
 Row = Sequence[str]
 

@@ -21,12 +21,12 @@ _PATIENCE = 2.0  # seconds that nobody minds
 
 @contextmanager
 def showing(progress: Progress | Literal["auto"] | None) -> Iterator[Progress | None]:
-    """Whom to tell of progress while this is open.
+    """Gives the function that is called with progress while this is open; `None` for none.
 
     Args:
-        progress: the user's function; `None` for nobody; or `"auto"`: where a person looks on, in
-            a terminal or a notebook, a line on stderr that comes after two seconds and is gone in
-            the end.
+        progress: the user's function; `None` for no progress; or `"auto"` for a line on stderr, if
+            that is a terminal or this is a notebook. The line appears after two seconds and is
+            erased at the end.
 
     Raises:
         InputError: it is something else.

@@ -169,7 +169,7 @@ def numerics() -> Iterator[Finding]:
 
 
 def _twice(device: torch.device) -> bool:
-    """Whether the same gradients come twice."""
+    """Whether two runs of the same calls on a device give bitwise equal gradients."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(4, 3, 16, 16, generator=generator).to(device)
     kernel = torch.randn(8, 3, 3, 3, generator=generator).to(device)

@@ -57,12 +57,12 @@ def examine(
 
 
 def findings_of(name: str, module: Sequence[str], timeout: float) -> list[Finding]:
-    """What a module finds that runs in a process of its own, or that it does not come back.
+    """Run a module as a process; its findings, or a finding that it failed or did not answer.
 
     Args:
-        name: of what it looks at.
-        module: its name, and its arguments.
-        timeout: seconds.
+        name: the name of that finding.
+        module: the module's name, and its command-line arguments.
+        timeout: seconds after which the process is killed.
     """
     home = str(Path(penstock.__file__).parents[1])
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -28,7 +28,7 @@ from penstock.files import anonymous_memory
 _GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
-_LEAST_SHM = 256 << 20  # bytes; Docker gives 64 MiB unless told otherwise
+_LEAST_SHM = 256 << 20  # bytes; Docker's default is 64 MiB
 _FILES = 1024  # descriptors
 _PROCESSES = 256
 _PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -415,7 +415,7 @@ def _by_name(addresses: dict[str, str]) -> Finding:
 
 
 def _listening(host: str) -> Finding:
-    """Whether a rank can listen where it is told to."""
+    """Whether a rank can listen at `host`, the value of `PENSTOCK_LISTEN`."""
     try:
         info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         family, kind, _, _, there = info[0]
@@ -490,7 +490,7 @@ def cpu_quota(root: Path = _CGROUP) -> float | None:
 
 
 def memory_limit(root: Path = _CGROUP) -> tuple[int | None, int]:
-    """The bytes that the container may have, `None` without a limit, and those that it has."""
+    """The memory limit of the container in bytes, or `None`, and the bytes in use under it."""
     found = []
     for folder in _groups(root, "memory"):
         for limit, usage in (

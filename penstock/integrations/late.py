@@ -47,7 +47,9 @@ class LatePipeline:
         model: of the pipeline.
         pipe: the pipeline; `None` before the first call, and after `close()`.
         home: the device that its results are put on; `None` leaves them with the last stage.
-        optimizers: returns those whose states follow the parameters when a pipeline moves these.
+        optimizers: returns the optimizers whose states are moved along when the pipeline moves the
+            parameters.
+        are_ranks: whether every process that runs the script is a worker, as under torchrun.
 
     Raises:
         InputError: `Pipeline` has no such option, or one has no meaning.
@@ -64,7 +66,7 @@ class LatePipeline:
         self._plan: Plan | None = None
         self._random: dict[str, int] | None = None
         self._is_routed = False
-        self._before: Callable[..., Any] | None = None  # what torch called before that
+        self._before: Callable[..., Any] | None = None  # what torch called before `routed`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, as from `Pipeline.__call__`."""
@@ -195,14 +197,14 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_cpus(what: str, options: Mapping[str, Any]) -> None:
-    """Raise if a pipeline would take GPUs where a framework was told to use CPUs.
+    """Raise if a pipeline would use GPUs although the framework is set to use CPUs.
 
     Args:
-        what: says that to the framework.
-        options: of the pipeline.
+        what: the framework's setting that selects CPUs, for the message.
+        options: the options of the pipeline.
 
     Raises:
-        InputError: it would.
+        InputError: the options have neither devices nor a plan, and there are GPUs.
     """
     is_given = options.get("devices") is not None or options.get("plan") is not None
     if not is_given and accelerator() is not None:
@@ -238,10 +240,10 @@ def place_of(model: nn.Module) -> torch.device | None:
 
 
 def beside(model: nn.Module, example: Any) -> Any:
-    """An example on the device of the model, where the model is to be recorded with it.
+    """The example on the device of the model, for recording the model with it.
 
-    Frameworks put batches where results are to be. If a pipeline has left the weights on several
-    devices, they are brought to the CPU first, from where the next one moves them.
+    Frameworks put batches on the device of the results. If an earlier pipeline has left the weights
+    on several devices, they are brought to the CPU first; the next pipeline moves them from there.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):

@@ -32,7 +32,7 @@ from penstock.workers.ranks.process_groups import init_process_group
 T = TypeVar("T")
 
 _KEY = "penstock"
-"""Under it a checkpoint has what belongs to the pipelines."""
+"""The key of a checkpoint for what belongs to the pipelines."""
 
 
 class _Ranks:
@@ -89,7 +89,7 @@ class _Ranks:
         return box[0]
 
     def decide(self, decision: bool, every: bool) -> bool:
-        """Whether all ranks say so, or any."""
+        """Whether the decision is true on all ranks (`every`), or on any of them."""
         if not (self.several and dist.is_initialized()):
             return decision
         decisions: list[Any] = [None] * dist.get_world_size()
@@ -292,7 +292,7 @@ class PenstockStrategy(Strategy):
         return result
 
     def _scale_everywhere(self) -> None:
-        """Have ranks agree on which steps are left out, if gradients are scaled."""
+        """Replace a gradient scaler by one with which all ranks skip the same steps."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         if not self._ranks.several or scaler is None or isinstance(scaler, PipelineScaler):
             return
@@ -326,7 +326,11 @@ class PenstockStrategy(Strategy):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Before training the pipeline is left to be built by a batch of that, if possible."""
+        """Route calls to the pipelines, or run the models whole before the first training batch.
+
+        So the first training batch builds the pipeline, not one of Lightning's sanity check. A
+        model whose weights are on several devices, or on none yet, cannot be run whole.
+        """
         module = self.lightning_module
         assert module is not None
         is_early = module.trainer.state.fn == TrainerFn.FITTING and not self.pipelines

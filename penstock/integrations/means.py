@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-_ROUNDING = 1e-6  # of the sum of a few losses, relatively
-_SAME = 0.02  # losses of the same rows in other micro-batches, in low precision, are not farther
+_ROUNDING = 1e-6  # the relative error of a sum of a few losses
+_SAME = 0.02  # the largest relative difference that another split causes in low precision
 _MOST_RUNS = 8
 
 
 class MeanLoss:
-    """How much micro-batches count in a loss that is a mean.
+    """Finds the weights with which the losses of micro-batches add up to that of the batch.
 
     A model may return the mean over its labels, over the tokens that follow others, or over rows;
-    nothing says which. So the first batches for which these differ are run whole as well.
+    nothing says which. So the first batches for which these means differ are run whole as well.
 
     Args:
         name: the model's class.
@@ -52,7 +52,12 @@ class MeanLoss:
         return ways[possible[0]]
 
     def _fitting(self, totals: Mapping[str, float], whole: Callable[[], torch.Tensor]) -> list[str]:
-        """Those of these ways that give the loss of the whole batch, if there is a difference."""
+        """The kinds of mean that give the loss of the whole batch; all if this batch cannot decide.
+
+        Args:
+            totals: the loss of the batch by each kind of mean.
+            whole: runs the batch as one micro-batch, and returns the loss.
+        """
         first, *others = totals.values()
         differ = not all(math.isclose(first, other, rel_tol=_ROUNDING) for other in others)
         is_run = not self._runs or (differ and self._runs < _MOST_RUNS)
@@ -78,9 +83,9 @@ class MeanLoss:
 
 
 def _counts(batch: Mapping[Any, Any], rows: Sequence[int]) -> dict[str, list[int]]:
-    """What micro-batches have of all that a mean may be over.
+    """For each kind of mean, how many of what it is taken over every micro-batch has.
 
-    Labels of -100 are not counted: no loss of transformers or torch does.
+    Labels of -100 are not counted, as the losses of transformers and torch ignore them.
     """
     found = {"rows": list(rows)}
     labels = batch.get("labels")

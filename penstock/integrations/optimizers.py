@@ -27,7 +27,8 @@ class Divided:
 
     Args:
         optimizer: of a class of `torch.optim`, over parameters of one pipeline.
-        find: the pipeline, which may be built as late as by the closure of the first step.
+        find: returns the pipeline of some parameters; called in the first step, after its closure,
+            which may build the pipeline.
 
     Raises:
         InputError: an optimizer of another package, or LBFGS.

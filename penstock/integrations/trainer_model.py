@@ -31,7 +31,8 @@ class Objective:
         scaled: whether it is a sum that was divided by the number of items of all batches of the
             optimizer step; otherwise it is a mean.
         divisor: what a mean is divided by: the number of batches of the optimizer step.
-        smoothing: arguments of `_smoothed`; `None` for the loss that the model returns.
+        smoothing: keyword arguments of `_smoothed` besides `divisor`; `None` for the loss that the
+            model returns.
     """
 
     scaled: bool
@@ -39,7 +40,11 @@ class Objective:
     smoothing: Mapping[str, Any] | None
 
     def arguments(self, batches: Sequence[Inputs]) -> tuple[list[Inputs], list[Any], Inputs]:
-        """What the model gets of batches, what the loss gets, and its keyword arguments."""
+        """The inputs and targets of batches, and keyword arguments of `train_step` for the loss.
+
+        The labels of a batch are an input of the model, or with smoothing the target of the loss.
+        Without smoothing there are no targets.
+        """
         more: Inputs = {"divisor": self.divisor}
         if self.smoothing is None or any("labels" not in batch for batch in batches):
             return list(batches), [], {"loss_fn": _returned, "loss_kwargs": more}
@@ -57,16 +62,18 @@ class TrainerModel:
     Args:
         model: the user's.
         options: keyword arguments of `Pipeline`.
-        accumulated: the batches of an optimizer step.
-        accelerator: knows in which precision the model runs.
+        accumulated: the number of batches of an optimizer step.
+        accelerator: opens autocast for the precision in which the model runs, and says on which
+            device results are put.
 
     Attributes:
         model: the user's.
         pipe: the pipeline; `None` before the first batch.
         runs_batches_together: whether the batches of an optimizer step are the micro-batches of
             one pass.
-        is_accumulating: whether a batch of the present optimizer step was run.
-        optimizer: the Trainer's; its state follows the parameters when a pipeline moves these.
+        is_accumulating: whether a batch of the present optimizer step has run already.
+        optimizer: the Trainer's optimizer, whose state is moved along when a pipeline moves the
+            parameters; `None` before training.
     """
 
     def __init__(
@@ -140,10 +147,10 @@ class TrainerModel:
         return self.pipe
 
     def _leave_weights(self, shapes: _Shapes) -> None:
-        """Have the weights in this process, before another pipeline divides the model anew.
+        """Fetch the weights from the workers, before another pipeline divides the model anew.
 
         Raises:
-            InputError: there are gradients with the workers, who would not have them then.
+            InputError: the workers have accumulated gradients, which would be lost.
         """
         if self.pipe is None or self.pipe.shares_model:
             return
@@ -291,8 +298,9 @@ class TrainerModel:
     def _is_sum(self, batch: Inputs) -> bool:
         """Whether the model divides its loss by the number of items, as the Trainer takes it to.
 
-        Some models accept `num_items_in_batch` and return a mean over the rows that they get. They
-        are asked once: with twice the number the loss is half as large, or the same.
+        Some models accept `num_items_in_batch` and still return a mean over the rows that they get.
+        So the first batch is run twice, the second time with twice the number: the loss of a sum is
+        half as large then, and a mean stays the same.
         """
         if self._sums is not None or self.pipe is None or self.pipe.plan.num_microbatches == 1:
             return self._sums is not False
@@ -357,7 +365,7 @@ def _shapes_of(batch: Inputs) -> _Shapes:
 
 
 def _varying(seen: Sequence[_Shapes]) -> dict[str, dict[int, str]]:
-    """The dimensions that vary, as `Pipeline(dynamic=)` takes them; those that agree share a name.
+    """The dimensions that vary, as for `Pipeline(dynamic=)`; equal sizes in all share a name.
 
     Args:
         seen: the shapes of batches.
@@ -374,7 +382,7 @@ def _varying(seen: Sequence[_Shapes]) -> dict[str, dict[int, str]]:
 
 
 def _fits(shapes: _Shapes, seen: Sequence[_Shapes]) -> bool:
-    """Whether a pipeline that was built for such shapes takes a batch of this one."""
+    """Whether a pipeline takes a batch of these shapes, if it was built for those in `seen`."""
     if not seen:
         return False
     varying, sizes = _varying(seen), dict[str, int]()
@@ -389,7 +397,7 @@ def _fits(shapes: _Shapes, seen: Sequence[_Shapes]) -> bool:
 
 
 def _repeated(value: Any, times: int) -> Any:
-    """A tensor with its rows so often."""
+    """The tensor with its rows repeated `times` times; other values as they are."""
     if times == 1 or not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     return torch.cat([value] * times)
@@ -402,7 +410,7 @@ def _by_position(batch: Mapping[Any, Any]) -> tuple[tuple[Any, ...], Inputs]:
 
 
 def _rows(batch: Inputs, count: int) -> list[int]:
-    """The rows of so many micro-batches of a batch."""
+    """How many rows each micro-batch has, if the batch is split into `count` of them."""
     rows = next(len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim)
     return [len(part) for part in torch.empty(rows).tensor_split(count)]
 
@@ -419,13 +427,14 @@ def _loss_of(result: Any) -> torch.Tensor | None:
 def _together(
     parts: Sequence[Any], rows: Sequence[int], shares: Sequence[float], is_loss: bool = False
 ) -> Any:
-    """The result of a batch of those of its micro-batches.
+    """Put the results of micro-batches together into the result of the batch.
 
     Args:
-        parts: the results.
-        rows: of every micro-batch; other means than losses are weighted by these.
-        shares: of every micro-batch in the loss.
-        is_loss: whether these are losses.
+        parts: the results of the micro-batches.
+        rows: the number of rows of every micro-batch, by which scalars other than losses are
+            weighted.
+        shares: the weights of the micro-batches' losses, which add up to 1 if these are means.
+        is_loss: whether `parts` are losses.
 
     Raises:
         InputError: they are neither tensors nor containers of them.

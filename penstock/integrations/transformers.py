@@ -159,10 +159,10 @@ class PenstockMixin(_Base):  # type: ignore[misc]
         return loss.to(self.args.device)
 
     def _computes_own_loss(self) -> bool:
-        """Whether the loss is the model's or the Trainer's own, of which micro-batches are known.
+        """Whether the loss is the model's or the Trainer's own, not one of a subclass or the user.
 
-        It is computed in the last stage then, while other micro-batches are under way. Others may
-        do anything with the results of a batch, so they get those of the whole batch.
+        Such a loss is computed in the last stage, micro-batch by micro-batch. Other losses may use
+        the results of a batch in any way, so they get those of the whole batch.
         """
         training_step: Any = super().training_step
         return (
@@ -223,7 +223,7 @@ class PenstockMixin(_Base):  # type: ignore[misc]
         return found
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as `Trainer.evaluation_loop` does."""
+        """Evaluate as `Trainer.evaluation_loop` does, with all weights fetched from the workers."""
         self._fetch()
         return super().evaluation_loop(*args, **kwargs)
 
@@ -395,10 +395,10 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # which
 
 
 def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
-    """Check that nothing is asked for that a pipeline replaces or cannot do.
+    """Check that the training arguments select nothing that a pipeline replaces or cannot do.
 
     Raises:
-        InputError: something is.
+        InputError: an argument does.
     """
     for name, why in _REFUSED.items():
         value = getattr(args, name, None)
@@ -424,10 +424,10 @@ def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
 
 
 def _check_ranks(args: Any) -> None:
-    """Check that nothing is asked for that ranks would not do together.
+    """Check that the training arguments make all ranks do the same at the same time.
 
     Raises:
-        InputError: something is.
+        InputError: an argument would not.
     """
     if getattr(args, "enable_jit_checkpoint", False):
         raise InputError(
@@ -443,10 +443,10 @@ def _check_ranks(args: Any) -> None:
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
-    """Check that `accelerate launch` was not told to divide the model or to use float16.
+    """Check that `accelerate launch` leaves the model whole, uncompiled, in float32 or bfloat16.
 
     Raises:
-        InputError: it was.
+        InputError: it does not.
     """
     kind, known = accelerator.distributed_type, ("NO", "MULTI_CPU", "MULTI_GPU")
     if kind.value not in known:

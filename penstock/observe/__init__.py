@@ -1,1 +1,1 @@
-"""What a person looks at while and after it runs: progress, timelines. Needs the extras."""
+"""Views of a run, live and afterwards: `penstock top`, timelines, reports. Needs the extras."""

@@ -16,7 +16,7 @@ from penstock.schedule import Action, Phase, Timeline
 from penstock.simulate.memory import HeldMemory, memory_over_time
 from penstock.units import show_bytes, show_seconds
 
-_POINTS = 600  # that are told apart in a chart
+_POINTS = 600  # of a line, at most: more cannot be distinguished in a chart
 _ROOM = 1.08  # above what is largest
 _FAR = 2.5  # times the median; what takes longer is drawn at the edge
 _NEAR = 3.0  # times what is held; a limit beyond is only named
@@ -28,10 +28,10 @@ class Mark:
     """A point of a chart that has a name.
 
     Attributes:
-        x: from the left.
-        y: from the top.
-        text: what it is.
-        beyond: whether it is drawn at the edge because it is further up.
+        x: the distance from the left, in percent of the width.
+        y: the distance from the top, in percent of the height.
+        text: the name of the point.
+        beyond: whether the value is above the chart, so that the point is drawn at the upper edge.
     """
 
     x: float
@@ -45,15 +45,15 @@ class Chart:
     """A line, or the area below it.
 
     Attributes:
-        path: of the line, as SVG has it.
-        area: the path of the area below; empty if there is none.
-        rules: heights of level lines from the top, with what they mean.
+        path: the line as an SVG path.
+        area: the area below the line as an SVG path; empty if there is none.
+        rules: horizontal lines, as the distance from the top in percent of the height, and a label.
         marks: points that have names.
-        left: what stands at the left end of the horizontal axis.
-        right: at its right end.
-        top: at the upper end of the vertical axis.
-        title: of the whole.
-        note: what is not to be seen in it.
+        left: the label at the left end of the horizontal axis.
+        right: the label at its right end.
+        top: the label at the upper end of the vertical axis.
+        title: the title of the chart.
+        note: a remark on what the chart leaves out; empty if there is none.
     """
 
     path: str
@@ -112,7 +112,7 @@ def history_chart(findings: Findings) -> Chart | None:
 
 
 def _thinned(steps: Sequence[StepTimes]) -> list[StepTimes]:
-    """So few that they can be told apart: neighbours are counted together."""
+    """At most `_POINTS` entries, by joining neighbours."""
     size = -(-len(steps) // _POINTS)
     return [_joined(steps[k : k + size]) for k in range(0, len(steps), size)]
 
@@ -253,10 +253,11 @@ def _run_memory_chart(
 
 
 def staircase(findings: Findings) -> dict[str, object]:
-    """What the page's script draws of steps: plain data.
+    """The recorded steps as plain data, for the script of the page to draw.
 
     A box is `[worker, what, stage, micro-batch, start, seconds, awaited]`, with -1 for no stage or
-    micro-batch; `awaited` is a text. Worker -1 is the script's thread.
+    micro-batch. `awaited` says in words which action's values the action needs; it may be empty.
+    Worker -1 is the script's thread.
     """
     plan, history = findings.plan, findings.history
     typical = findings.typical
@@ -296,7 +297,7 @@ def _span(begin: int, end: int, origin: int) -> tuple[float, float]:
 
 
 def _boxes(timeline: Timeline, plan: Plan) -> list[list[object]]:
-    """What workers did, in the order of workers and of time; waits are as good as actions."""
+    """A box for everything workers did, waits included, sorted by worker and then by time."""
     replay = Replay(_lists(timeline), plan.workers_per_replica)
     phases = timeline.phases or [
         Phase(worker, WORK[action.kind], action, start, end)
@@ -326,7 +327,7 @@ def _lists(timeline: Timeline) -> list[list[Action]]:
 
 
 def _awaited(replay: Replay, worker: int, action: Action) -> str:
-    """What an action begins with, in words."""
+    """The action whose values this one needs, in words; empty if it needs none."""
     before = replay.before.get((worker, action))
     if before is None:
         return ""

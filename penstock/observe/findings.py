@@ -95,10 +95,10 @@ class Outlier:
     """A step that took much longer than others.
 
     Attributes:
-        step: its number.
-        at: when it ended, in seconds since 1970; for one of several that are counted together,
-            when the last of them did.
-        seconds: that it took.
+        step: the number of the step.
+        at: when it ended, in seconds since 1970. For a step that is noted together with others,
+            when the last of these ended.
+        seconds: the time that it took.
         why: what is known of the cause, in words.
     """
 
@@ -125,7 +125,7 @@ class Findings:
 
     @property
     def devices(self) -> str:
-        """Those of all workers, as `2 × cpu`."""
+        """The devices of all workers in words, such as `2 × cpu`."""
         return _counted(self.plan.devices)
 
     # -- steps --------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Findings:
 
     @cached_property
     def outliers(self) -> list[Outlier]:
-        """The steps that took much longer than the median, the latest first, at most a dozen."""
+        """The steps that took more than twice the median, at most the twelve slowest, in order."""
         usual = self.step_seconds or 0.0
         slow = [s for s in self.history.latest_steps if s.slowest_seconds > _UNUSUAL * usual]
         worst = sorted(slow, key=lambda s: -s.slowest_seconds)[:_OUTLIERS]
@@ -205,7 +205,7 @@ class Findings:
         return f"{show_seconds(more[name])} more {name} than usual"
 
     def _between_or_within(self, steps: StepTimes) -> str:
-        """Whether one slow step was slow in its passes."""
+        """A sentence that says whether one slow step was slow in its passes or between them."""
         known = self.history.latest_steps
         passes = sorted((s.pass_seconds / s.steps, s.steps) for s in known if s.steps)
         usual = _weighted_median(passes)
@@ -224,9 +224,9 @@ class Findings:
 
     @cached_property
     def usual(self) -> list[Account]:
-        """Those of the recorded steps that took about as long as the median of them.
+        """The accounts of the recorded steps that took at most twice their median.
 
-        Those in which there was an audit are not among them, unless there was one in each.
+        Steps with an audit are left out, unless each has one.
         """
         steps = {record.step for record in usual(self.history.records)}
         accounts = [found for found in self.accounts if found.step in steps]
@@ -243,7 +243,7 @@ class Findings:
 
     @cached_property
     def mean_seconds(self) -> float:
-        """The mean of `usual`: what the parts of every worker add up to."""
+        """The mean seconds of the steps in `usual`; the `parts` of every worker add up to it."""
         return statistics.fmean(found.seconds for found in self.usual) if self.usual else 0.0
 
     @cached_property
@@ -256,7 +256,7 @@ class Findings:
 
     @cached_property
     def _names(self) -> list[str]:
-        """All parts, and those of the recorded steps that have no place among them."""
+        """The names in `PARTS`, and then other parts that the recorded steps have."""
         found = {name for each in self.usual for own in each.workers for name in own}
         return [*PARTS, *sorted(found - {*PARTS})]
 
@@ -406,7 +406,7 @@ class Findings:
 
     @property
     def where_it_goes(self) -> str:
-        """Where most of the time goes that is not work, and what that means."""
+        """The share of work, the largest loss, and what its cause means, in words."""
         if not self.usual:
             return ""
         work = sum(self.mean_parts.get(name, 0.0) for name in WORKING) / self.mean_seconds
@@ -495,7 +495,7 @@ def _mean(every: Sequence[Mapping[T, float]], names: Iterable[T]) -> dict[T, flo
 
 
 def _weighted_median(values: Sequence[tuple[float, int]]) -> float:
-    """The median of rising values that are there so many times each."""
+    """The median of `(value, times)` pairs, sorted by value; each value counts `times` times."""
     half, seen = sum(times for _, times in values) / 2, 0
     for value, times in values:
         seen += times

@@ -21,16 +21,16 @@ _Line = list[Segment]
 
 
 class LiveView:
-    """Shows pipelines, and does what is asked for by keys.
+    """Shows pipelines, and acts on the keys that are pressed.
 
     Args:
-        watch: looks at them.
-        interval: seconds over which the share of work is reckoned.
-        stacks: whether stacks are shown at first.
-        folder: where files are written.
+        watch: reads the state of the pipelines.
+        interval: seconds over which the share of work is computed.
+        stacks: whether stacks are shown from the start.
+        folder: where timelines and reports are written.
 
     Attributes:
-        paused: whether it does not look any more.
+        paused: whether the view is frozen.
     """
 
     def __init__(self, watch: Watch, interval: float, stacks: bool, folder: Path) -> None:
@@ -78,7 +78,7 @@ class LiveView:
         return key not in ("q", "Q")
 
     def look(self) -> None:
-        """Look at what workers are doing, and now and then at what else there is."""
+        """Read what workers are doing, and every `interval` seconds the rest; nothing if paused."""
         now = time.monotonic()
         if self.paused:
             return
@@ -102,7 +102,7 @@ class LiveView:
         return [*lines, Text(LEGEND, style="dim"), Text(keys, style="dim")]
 
     def screen(self, console: Console) -> RenderableType:
-        """All of it, as much as fits."""
+        """The pipelines, cut to the lines that fit the screen, and the footer."""
         footer = console.render_lines(Group(*self.footer()))
         room = max(1, console.height - len(footer))
         size = console.width, room

@@ -1,4 +1,4 @@
-"""What running pipelines are asked for: stacks, a timeline of the next step, a report."""
+"""Requests to running pipelines: for stacks, a timeline of the next step, or a report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Task:
 
     Args:
         waiting: the line until it is done.
-        work: what is done; it gives the line after that. What it raises becomes the line.
+        work: what is done; returns the line to show afterwards. An error that it raises is shown
+            instead.
 
     Attributes:
         text: the line.
@@ -59,7 +60,7 @@ class Task:
 
 
 def free_path(folder: Path, name: str, suffix: str) -> Path:
-    """The path of a file that does not exist yet: `name-2`, `name-3` if `name` does."""
+    """The path of a file that does not exist yet: `name`, or else `name-2`, `name-3`, ..."""
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     return next(path for n in names if not (path := folder / f"{n}{suffix}").exists())
 
@@ -104,7 +105,7 @@ class Recorded(NamedTuple):
 
     Attributes:
         plan: by which it ran.
-        records: one; under torchrun one of every rank that is seen.
+        records: one record; under torchrun one of every rank that can be reached.
     """
 
     plan: Plan
@@ -166,7 +167,7 @@ def record_step(runs: Sequence[RunView], patience: float = PATIENCE) -> Recorded
 
 @contextmanager
 def _believing_nothing(runs: Sequence[RunView]) -> Iterator[None]:
-    """Have what strangers answer raise a `PenstockError` if it makes no sense."""
+    """While open, errors from senseless answers of other machines become a `PenstockError`."""
     try:
         yield
     except PenstockError:
@@ -228,7 +229,7 @@ def _converted(run: RunView, question: str, kind: type[_T]) -> _T:
     """What a pipeline answers.
 
     Raises:
-        PenstockError: nothing, or nothing of this kind.
+        PenstockError: it does not answer in time, or not with a value of this kind.
     """
     try:
         return msgspec.convert(run.ask(question, _ANSWER), kind, str_keys=True)

@@ -43,11 +43,11 @@ def profiled(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def of_worker(path: str | os.PathLike[str], worker: int) -> Path:
-    """Where a worker writes that is a process of its own: `step-worker-1.json` for `step.json`.
+    """The trace file of a worker process: `step-worker-1.json` for `step.json`.
 
     Args:
-        path: for all of them.
-        worker: its number.
+        path: the path that the user gave for the whole pipeline.
+        worker: the worker's number.
     """
     stem, dot, rest = Path(path).name.partition(".")
     return Path(path).with_name(f"{stem}-worker-{worker}{dot}{rest}")

@@ -44,7 +44,7 @@ class Served:
         return [self._first, *(r for r in answering if r.description.job == job)]
 
     def wait_for_others(self) -> None:
-        """Wait for the first answers of other ranks, of those that answer."""
+        """Wait, for a second at most, until each other rank has answered or failed to."""
         self._look_for_others()
         others = self._others.values()
         wait_until(

@@ -41,11 +41,12 @@ class Cell(NamedTuple):
     """A part of a worker's time.
 
     Attributes:
-        name: of the part.
-        seconds: that it took.
-        shown: the same as text, in the unit of the table; what is shown adds up.
-        percent: of the whole; what is shown adds up to 100.
-        share: of the whole, in percent.
+        name: the name of the part.
+        seconds: the time that it took.
+        shown: `seconds` as text in the unit of the table, rounded so that the cells of a worker add
+            up to its total as shown.
+        percent: `share` as text, rounded so that the cells of a worker add up to 100.0.
+        share: the part of the whole, in percent.
     """
 
     name: str
@@ -59,11 +60,11 @@ class Bar(NamedTuple):
     """Where the time of one worker went.
 
     Attributes:
-        title: whose.
+        title: the worker or the run whose time this is.
         cells: the parts, which add up to the whole.
-        total: the whole as text.
-        waited_for: whom it waited for, in words.
-        width: of the bar, in percent of the longest one.
+        total: the whole as text, in the unit of the table.
+        waited_for: whom the worker waited for, in words; empty for a run.
+        width: the width of the bar, in percent of the longest one.
     """
 
     title: str

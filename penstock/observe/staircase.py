@@ -12,11 +12,11 @@ class Staircase:
     """What workers were seen doing since the pass began that is under way, or was last.
 
     Args:
-        predicted_seconds: of a step, by the plan.
+        predicted_seconds: the time of a step that the plan predicts.
 
     Attributes:
         is_under_way: whether the pass was under way at the latest look.
-        seconds: for how long it had been when it was last seen.
+        seconds: the time from the beginning of the pass to the latest look at it.
     """
 
     def __init__(self, predicted_seconds: float) -> None:
@@ -80,7 +80,11 @@ class Staircase:
         return f"{''.join(cells[:inside])}|{''.join(cells[inside:])}".rstrip()
 
     def _column(self, seconds: float, inside: int) -> int:
-        """Where a moment is: of what is beyond, half is until twice the predicted time."""
+        """The column of a moment, `seconds` after the pass began.
+
+        The predicted time is linear over `inside` columns. Beyond it the scale is compressed: half
+        of the `_BEYOND` columns reach twice the predicted time, and the last one has no end.
+        """
         if seconds < self._predicted:
             return min(inside - 1, int(inside * seconds / self._predicted))
         share = 1 - self._predicted / seconds if seconds else 0.0

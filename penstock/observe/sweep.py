@@ -1,4 +1,4 @@
-"""What was predicted of machines that one does not have, as a figure."""
+"""Draws predictions for machines that one does not have (`penstock simulate --figure`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save_sweep(outcomes: Sequence[Predicted], path: Path, title: str) -> None:
 
     Args:
         outcomes: what was predicted; those that are not possible are left out.
-        path: of the PNG file.
+        path: the file; its suffix says the format, such as `.png`, `.svg` or `.pdf`.
         title: above the figure.
 
     Raises:
@@ -136,7 +136,7 @@ def _lines(axes: Axes, series: _Series, measure: _Measure) -> None:
 
 
 def _ideal(axes: Axes, outcomes: Sequence[Predicted]) -> None:
-    """What workers would do that each work alone and wait for nothing."""
+    """The line of workers that each work alone and wait for nothing: 100 % efficiency."""
     ideal = {
         o.case.workers: o.samples_per_second / o.efficiency
         for o in outcomes

@@ -13,7 +13,7 @@ from penstock.schedule import Event, Kind, Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MARGIN, _PER_DIGIT = 0.0065, 0.0063  # of the width that a number needs; narrower boxes get none
+_MARGIN, _PER_DIGIT = 0.0065, 0.0063  # shares of the width: boxes too small for a number get none
 _TERMINAL = 80  # columns of text, with what stands beside the drawing
 _LEAST = 20  # columns of the drawing
 _BUSY, _ELSEWHERE, _IDLE_SIGN = "busy", " ", "."
@@ -55,7 +55,7 @@ def save_figure(timeline: Timeline, path: Path, title: str | None = None) -> Non
 
     Args:
         timeline: what happened.
-        path: of the PNG file.
+        path: the file; its suffix says the format, such as `.png`, `.svg` or `.pdf`.
         title: above the figure.
 
     Raises:
@@ -153,9 +153,9 @@ def _shares(timeline: Timeline) -> list[float]:
 
 
 def _columns(lanes: Sequence[_Lane], seconds: float, width: int) -> list[Event | None]:
-    """What a worker did for most of the time that it was busy in every column.
+    """For every column, the event that filled the largest part of it.
 
-    None where it was idle for more than half of it.
+    `None` where the worker was idle for more than half of the column.
     """
     busy, best = [0.0] * width, [0.0] * width
     found: list[Event | None] = [None] * width

@@ -118,11 +118,11 @@ class _Process:
     """One timeline in a trace.
 
     Args:
-        builder: of the trace, a `TraceProtoBuilder`.
-        numbers: of tracks and arrows, which no other has.
-        plan: by which it ran, if it is known.
-        name: of the timeline.
-        pid: its own.
+        builder: the `TraceProtoBuilder` of the whole trace.
+        numbers: yields unique ids for tracks and arrows; shared by all timelines of the trace.
+        plan: the plan by which it ran; `None` if it is not known.
+        name: the name of the timeline.
+        pid: the process id that stands for this timeline in the trace.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ def _is_between(phase: Phase) -> bool:
 
 
 def _changes(events: Iterable[Event]) -> Iterator[tuple[float, int, int]]:
-    """When a worker begins to hold a micro-batch for a stage, and when it ceases to: 1 or -1.
+    """Yields `(seconds, stage, change)`: 1 as a micro-batch begins to be held, -1 as that ends.
 
     It holds one from the start of its forward to the end of its backward, or of its weight half.
     """
@@ -287,7 +287,7 @@ def _changes(events: Iterable[Event]) -> Iterator[tuple[float, int, int]]:
 
 
 def _awaited(action: Action) -> Action:
-    """What sends the values with which an action begins, if anything does."""
+    """The action whose values or gradients this one needs; its stage may not exist."""
     kind, stage, microbatch = action
     return Action(kind, stage + (-1 if kind is Kind.FORWARD else 1), microbatch)
 

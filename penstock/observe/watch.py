@@ -40,10 +40,10 @@ class _Seen:
     """What was seen of a worker.
 
     Attributes:
-        marks: one for each look at it, see `LEGEND`.
-        before: when it was last reckoned, and how long it had worked and waited by then, in
-            nanoseconds.
-        shares: of the time since then in which it worked and waited.
+        marks: one character for each look at it, see `LEGEND`.
+        before: when `shares` was last computed, and how long the worker had worked and waited by
+            then, in nanoseconds; `None` before the first time.
+        shares: the shares of time that it worked and waited between the last two computations.
     """
 
     marks: deque[str] = field(default_factory=lambda: deque(maxlen=_HISTORY))
@@ -55,8 +55,14 @@ class Watch:
     """Looks at pipelines again and again.
 
     Args:
-        pid: of a process that drives one, or has a worker of it; `None` for all of this user.
-        source: gives what there is instead, such as what is served at an address.
+        pid: a process that drives a pipeline or has a worker of one; `None` for all pipelines of
+            this user.
+        source: lists the pipelines instead of `pid`, such as those that an address serves.
+
+    Attributes:
+        jobs: the pipelines, each as the list of its ranks; a list of one without torchrun.
+        stacks: the threads' stacks that were last fetched, by process and worker.
+        nothing: says in words why there is no pipeline.
     """
 
     def __init__(
@@ -71,7 +77,7 @@ class Watch:
         self.stacks: Mapping[str, str] = {}
 
     def find(self) -> None:
-        """Look which pipelines there are; the ranks of a job are one."""
+        """List the running pipelines again; all ranks of a job count as one pipeline."""
         known = {run.path: run for job in self.jobs for run in job}
         jobs: dict[str, list[RunView]] = {}
         for found in self._source():
@@ -145,8 +151,8 @@ class Watch:
         Args:
             width: columns of the screen.
             selected: the number of the pipeline that is marked, if there are several.
-            only: show no other.
-            with_steps: show the step of each that is under way.
+            only: whether only the selected pipeline is shown.
+            with_steps: whether the step under way is drawn for each pipeline.
         """
         places = range(len(self.jobs))[selected : selected + 1] if only else range(len(self.jobs))
         parts: list[RenderableType] = []
