@@ -90,7 +90,7 @@ class Drift:
     def _what_changes(self) -> str:
         """A note in words if the better plan has another number of micro-batches; else empty."""
         better, now = self.better, self.microbatches
-        if better is None or better.replicas * better.num_microbatches == now:
+        if better is None or better.num_microbatches == now:
             return ""
         return (
             f" (replan() keeps {now} micro-batches: another number, which "
@@ -157,7 +157,7 @@ def _better(
     for candidate in plan.considered:
         if candidate.predicted_step_seconds is None or candidate.only_compared:
             continue
-        count = 2 * candidate.num_microbatches
+        count = 2 * candidate.num_microbatches / candidate.replicas
         seconds = beyond * (machine * candidate.predicted_step_seconds + more * count)
         if seconds < best[1] and candidate.why != "chosen":
             best = candidate, seconds
@@ -167,4 +167,4 @@ def _better(
 def _named(candidate: Candidate) -> str:
     replicas = f"{candidate.replicas} replicas" if candidate.replicas > 1 else "1 replica"
     stages = f"{candidate.stages} stages" if candidate.stages > 1 else "1 stage"
-    return f"{replicas} of {stages} with {candidate.num_microbatches} micro-batches each"
+    return f"{replicas} of {stages} with {candidate.num_microbatches} micro-batches"

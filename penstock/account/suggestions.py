@@ -147,8 +147,8 @@ def _of_plan(accounts: Sequence[Account], plan: Plan) -> Iterator[Suggestion]:
     if drifted is not None and drifted.better is not None:
         better = drifted.better
         yield Suggestion(
-            f"replicas={better.replicas}, num_microbatches="
-            f"{better.num_microbatches * better.replicas} (another number changes bits)",
+            f"replicas={better.replicas}, num_microbatches={better.num_microbatches} (another "
+            "number changes bits)",
             (drifted.calibrated_seconds - drifted.better_seconds) / whole,
             f"{better.schedule or better.way} with {better.stages} stages, as it was predicted, on "
             "the machine as it is now",

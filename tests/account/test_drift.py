@@ -88,10 +88,16 @@ def test_actions_that_cost_more_than_the_profile_says() -> None:
     assert found is not None
     assert found.better == few
     assert found.better_seconds == pytest.approx(0.30 + 4 * 0.005, rel=0.01)
-    assert "1 replica of 2 stages with 2 micro-batches each would take 0.32 s now" in str(found)
+    assert "1 replica of 2 stages with 2 micro-batches would take 0.32 s now" in str(found)
     assert "replan() keeps 8 micro-batches: another number" in str(found)
-    same = plan_of(EVEN, considered=(replace_fields(few, num_microbatches=4, replicas=2),))
+    same = plan_of(EVEN, considered=(replace_fields(few, num_microbatches=8, replicas=2),))
     assert "replan()" not in str(drift([account(slow, same)], same))
+    shared = plan_of(EVEN, considered=(replace_fields(few, num_microbatches=4, replicas=2),))
+    as_fast = drift([account(slow, shared)], shared)
+    assert as_fast is not None
+    assert as_fast.better_seconds == found.better_seconds  # each replica runs two of the four
+    [best] = [s for s in suggestions([account(slow, shared)], shared) if not s.is_most]
+    assert "replicas=2, num_microbatches=4 " in best.what
     [best] = [each for each in suggestions(accounts, plan) if not each.is_most]
     assert "num_microbatches=2" in best.what
     assert best.gain == pytest.approx(1 - 0.32 / 0.35, rel=0.05)
@@ -103,7 +109,7 @@ def test_a_faster_plan_is_news_even_if_steps_take_what_was_predicted() -> None:
     assert not as_predicted.has_news
     faster = replace(as_predicted, better=few, better_seconds=0.9, microbatches=2)
     assert (faster.is_notable, faster.has_news) == (False, True)
-    assert "with 2 micro-batches each would take 0.90 s now" in str(faster)
+    assert "with 2 micro-batches would take 0.90 s now" in str(faster)
 
 
 def test_batches_of_other_sizes_say_nothing_of_the_plan() -> None:
