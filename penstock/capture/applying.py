@@ -1,8 +1,8 @@
-"""What stands in the place of `F.apply` of autograd Functions while a forward is recorded.
+"""Stand-ins for `F.apply` of autograd Functions while a forward is recorded.
 
-What is put there may be kept by the model's Python: in a cache, or by a module that is imported
-meanwhile. So it asks which recording runs in this thread, and without one it does what it is named
-after.
+The model's Python may keep a stand-in: in a cache, or in a module that is imported during the
+recording. So a stand-in looks up, on every call, which recording runs in this thread; if none does,
+it behaves like the original.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MOST_FUNCTIONS = 1024
 
 
 class Noticing(Protocol):
-    """What is asked of a recording by what stands in the place of functions.
+    """The interface of a recorder for the stand-ins of functions.
 
     Attributes:
-        model: whose forward runs.
+        model: the model whose forward is recorded.
     """
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Noticing(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What `function.apply(*args, **kwargs)` does; `apply` is the real thing."""
+        """Do what `function.apply(*args, **kwargs)` does; `apply` is the original method."""
 
     def call_function(
         self,
@@ -47,17 +47,17 @@ class Noticing(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What the closed function does; `plain` has its code."""
+        """Do what the closed `function` does; `plain` is a copy of it with its original code."""
 
     def note_values(self) -> None:
-        """Python gets a tensor's values by way of something else."""
+        """Note that Python gets a tensor's values by a method such as `tolist` or `numpy`."""
 
 
 class _Recording(threading.local):
     """The recording of each thread.
 
     Attributes:
-        recorder: what sees the forward that runs; `None` if none is recorded.
+        recorder: records the forward that runs; `None` if no forward is being recorded.
     """
 
     recorder: Noticing | None = None
@@ -76,7 +76,7 @@ def apply(function: type[Function], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Bound:
-    """`F.apply`, as C makes it: equal to it, of the same hash, and pickled as it is."""
+    """Stands for a bound `F.apply` in C: equal to it, with the same hash, pickled as `F.apply`."""
 
     __name__ = "apply"
 
@@ -107,12 +107,12 @@ class _Bound:
 
 @lru_cache(_MOST_FUNCTIONS)
 def stand_in(function: type[Function]) -> Callable[..., Any]:
-    """What stands in the place of a bound `F.apply`: the same for the same function."""
+    """The stand-in for a bound `F.apply`: the same object every time for the same function."""
     return _Bound(function)
 
 
 class Applies:
-    """`Function.apply` while a forward is recorded."""
+    """The descriptor that takes the place of `Function.apply` while a forward is recorded."""
 
     def __get__(self, instance: object, function: type[Function]) -> Callable[..., Any]:
         return stand_in(function) if APPLY_IS_IN_C else MethodType(apply, function)
@@ -122,11 +122,11 @@ class Applies:
 def bound_applies(count: int) -> list[tuple[ModuleType, str]]:
     """Where Python modules hold a bound `F.apply`: the module, and the name.
 
-    Those of modules that load themselves when they are looked at, or forbid changes, are left out.
+    Modules of a class of their own, which may load or forbid something on access, are left out.
 
     Args:
-        count: of the modules that are imported; as long as it is the same, no recording of a
-            capture looks again.
+        count: the number of imported modules. The result is cached: while the number stays the
+            same, the recordings of a capture do not search again.
     """
     return [
         (module, name)

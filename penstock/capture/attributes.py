@@ -26,7 +26,11 @@ _CONTAINERS = (list, tuple, dict)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of them, by every name that reaches them."""
+    """The tensors of a model with their names.
+
+    Parameters and buffers come under every name that reaches them; other tensors only under the
+    first name of the module that has them.
+    """
     places = list(model.named_modules(remove_duplicate=False))
     for registry in ("_parameters", "_buffers"):
         for path, module in places:
@@ -55,7 +59,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def alike(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """For the names of all tensors one of those that share their memory, or some of it."""
+    """For every name, one name that all tensors with overlapping memory have in common."""
     found: dict[str, str] = {}
     places = sorted((*_place(tensor), name) for name, tensor in tensors)
     memory, end, first = -1, 0, ""
@@ -68,7 +72,7 @@ def alike(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The memory that a tensor lies in, and from which byte to which."""
+    """The memory that a tensor lies in, its first byte there, and the byte after its last."""
     if tensor.layout is not torch.strided:
         return memory_of(tensor), 0, 1
     start = int(tensor.storage_offset()) * tensor.itemsize
@@ -79,11 +83,12 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
 def left_behind(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
     """The qualified names of attributes in which a forward has left a tensor or a float.
 
-    What it has added to a list or a dictionary counts if a backward could start from it.
+    These are attributes that were assigned a tensor, a float, or a container of tensors, and all
+    tensors with a `grad_fn`, also those that the forward has added to an existing container.
 
     Args:
-        model: after the forward.
-        before: what `attributes_of_all` gave before it.
+        model: the model after the forward.
+        before: the result of `attributes_of_all` before the forward.
     """
     with_history = (name for name, held in named_tensors(model) if held.grad_fn is not None)
     return frozenset(with_history).union(
@@ -109,7 +114,7 @@ def attributes_of_all(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def owner_of(model: nn.Module, attribute: str) -> tuple[str, str]:
-    """The path of the module that has an attribute, and its name there; places are left out."""
+    """The path of the module that has an attribute, and its name there, without container keys."""
     parts, path = attribute.split("."), ""
     modules = dict(model.named_modules())
     while (inner := f"{path}.{parts[0]}".lstrip(".")) in modules:
@@ -119,7 +124,10 @@ def owner_of(model: nn.Module, attribute: str) -> tuple[str, str]:
 
 
 def held_tensors(value: Any) -> list[tuple[Any, torch.Tensor]]:
-    """The tensors in a list, tuple or dictionary, with the keys that a name can have."""
+    """The tensors directly in a list, tuple or dictionary, with their indices or keys.
+
+    Only keys that can be part of a qualified name count: strings without a dot.
+    """
     items: Any = ()
     if type(value) in (list, tuple):
         items = enumerate(value)
@@ -129,7 +137,7 @@ def held_tensors(value: Any) -> list[tuple[Any, torch.Tensor]]:
 
 
 def find(model: nn.Module, name: str) -> Any:
-    """What is in the place of this name; `None` if nothing is."""
+    """The object with this qualified name in the model; `None` if there is none."""
     found: Any = model
     for part in name.split("."):
         if type(found) in (list, tuple):
@@ -143,7 +151,7 @@ def find(model: nn.Module, name: str) -> Any:
 
 
 def put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of this name."""
+    """Replace what has this qualified name in the model by a tensor."""
     path, _, last = name.rpartition(".")
     owner = find(model, path) if path else model
     if type(owner) is list:

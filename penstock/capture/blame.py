@@ -28,8 +28,8 @@ _ONE_VALUE = re.compile(
 def where(error: BaseException, model: nn.Module) -> str:
     """The line of the user's code that raised, and the module whose forward it is in.
 
-    Frames of PyTorch and of Penstock are not the user's; if there is no other, it is an empty
-    text, as when the model does not take the arguments that it was called with.
+    Frames of PyTorch and of Penstock do not count as the user's. The text is empty if there is no
+    frame of the user's or of a module.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     found, module = "", ""
@@ -44,7 +44,10 @@ def where(error: BaseException, model: nn.Module) -> str:
 
 
 def hint(error: BaseException, model: nn.Module, leaves: Sequence[Any]) -> str:
-    """What about the inputs may be the reason: the arguments' names, or their devices."""
+    """A text to append to the error: what in the inputs may have caused it; empty if unknown.
+
+    It names the arguments that the forward takes, or the devices if there are several.
+    """
     place = where(error, model)
     if isinstance(error, TypeError) and "argument" in str(error) and place == _OF_THE_MODEL:
         taken = inspect.signature(model.forward).parameters.values()
@@ -58,13 +61,16 @@ def hint(error: BaseException, model: nn.Module, leaves: Sequence[Any]) -> str:
 
 
 def lone_row(error: BaseException, rows: Sequence[int]) -> InputError | None:
-    """If a BatchNorm, or what normalises like one, was given a micro-batch of one row: say so.
+    """A clearer error if a BatchNorm, or a norm like it, was given a micro-batch of one row.
 
     Args:
         error: what was raised while a forward ran.
-        rows: of every micro-batch of the batch.
+        rows: the number of rows of every micro-batch of the batch.
+
+    Returns:
+        the error to raise instead; `None` if this was not the reason.
     """
-    raised = error.__cause__ or error  # what recording raises has it as its cause
+    raised = error.__cause__ or error  # a recording raises an error of its own from it
     found = _ONE_VALUE.match(str(raised))
     selves = [f.f_locals.get("self") for f, _ in traceback.walk_tb(raised.__traceback__)]
     modules = [each for each in selves if isinstance(each, nn.Module)]

@@ -29,9 +29,9 @@ class Unrecordable(Exception):  # noqa: N818 - never reaches a user: it closes a
 
     Attributes:
         path: the module's qualified name.
-        why: in words.
-        within: the plain function whose Python does it, and that may be closed in place of the
-            module.
+        why: the reason, in words.
+        within: the plain function that does it and may be closed instead of the module; `None` if
+            there is none.
     """
 
     def __init__(self, path: str, why: str) -> None:
@@ -50,13 +50,13 @@ class Assigned(Unrecordable):
 
 
 class Changed(Unrecordable):
-    """The forward of the open module `path` changes what it reads of an object.
+    """The forward of the open module `path` changes an attribute of an object that it has read.
 
     Attributes:
-        place: where.
-        before: what it has read there; `MISSING` if there was nothing, or no plain data.
-        after: what is there at its end.
-        is_plain: whether both are plain data.
+        place: the attribute.
+        before: the value that was read; `MISSING` if there was none, or it was no plain data.
+        after: the value at the end of the forward.
+        is_plain: whether both values are plain data.
     """
 
     def __init__(self, path: str, place: Place, before: Any, after: Any) -> None:
@@ -90,27 +90,28 @@ Value = Ref | Attribute
 
 
 def input_leaves(values: Sequence[Value], leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of inputs that these values are, which enter a program at its beginning."""
+    """The leaves of a program's inputs to which the `Ref`s among these values refer."""
     return [leaves[value.leaf] for value in values if isinstance(value, Ref)]
 
 
 GRADIENT = -1
-"""Stands for whether a tensor requires a gradient, where its dimensions are listed."""
+"""Stands for `requires_grad` among the dimensions that `Call.inspected` lists for a tensor."""
 
 ROWS = "B"
 """The name of the dimension that micro-batches are split along."""
 
 Sizes = Mapping[str, int]
-"""How large everything is that varies in the inputs: the rows, and what the user has named."""
+"""The size of every dimension that varies in the inputs, by name: the rows and the user's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size(Leaf):
-    """A whole number that grows with what varies in the inputs: a sum of products, `2B·length+1`.
+    """A whole number that depends on the sizes of the inputs: a sum of products, `2B·length+1`.
 
     Attributes:
-        terms: every product's factor, and the names that are multiplied; none for a constant.
-        kind: whether Python has it as an `int`, or as a `float`, to divide by for instance.
+        terms: for every product its factor and the names of the sizes that are multiplied; a
+            constant has no names.
+        kind: the type that the number has in Python; a `float` may come from a division.
     """
 
     terms: tuple[tuple[int, tuple[str, ...]], ...]
@@ -123,7 +124,7 @@ class Size(Leaf):
         )
 
     def grows_with(self, name: str) -> bool:
-        """Whether it is another integer for another number of these."""
+        """Whether the number depends on the size of this name."""
         return any(name in names for _, names in self.terms)
 
     def __str__(self) -> str:
@@ -138,20 +139,20 @@ def _term(factor: int, names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Irregular(Leaf):
-    """A size that is no sum of products of what varies, such as that of a strided convolution.
+    """A size that no `Size` can express, such as that of a strided convolution's result.
 
     Attributes:
-        example: what it is for the example.
+        example: the size for the example.
     """
 
     example: int
 
     def at(self, sizes: Sizes) -> int:
-        """What it is for the example, as a guess."""
+        """The size for the example, as a guess, whatever the inputs' sizes."""
         return self.example
 
     def grows_with(self, name: str) -> bool:
-        """Whether it varies with these: never with the rows."""
+        """Whether the size may vary with the size of this name: with any but the rows."""
         return name != ROWS
 
     def __str__(self) -> str:
@@ -185,7 +186,7 @@ class GivenArray(Leaf):
 
 
 class Origin(IntEnum):
-    """What a value is made of, the most that is mixed into it."""
+    """What a value is computed from; of several origins, the highest one counts."""
 
     NOTHING = 0
     """Neither of the following: constants, and masks and positions made of sizes."""
@@ -202,11 +203,11 @@ class TensorInfo:
     Attributes:
         shape: its sizes; those that vary with the inputs are `Size`s.
         dtype: its element type.
-        requires_grad: whether a gradient flows to it, with the parameters as they were.
+        requires_grad: whether it required a gradient when it was recorded.
         storage: a number that tensors sharing memory have in common.
-        origin: what it is made of.
+        origin: what it is computed from.
         dynamic: whether its sizes may depend on values, as those of `x[x > 0]` do.
-        layout: whether it is strided, or sparse in some way.
+        layout: its memory layout: strided, or one of the sparse ones.
     """
 
     shape: tuple[int | Size | Irregular, ...]
@@ -234,10 +235,10 @@ class Ambient(NamedTuple):
     """The thread's modes that change what a call does: gradients on or off, and autocast.
 
     Attributes:
-        grad: whether there are gradients.
-        autocast: of every kind of device whether it is on, and its dtype.
-        cache: whether a weight that autocast has cast is kept for its next use. Its gradients are
-            summed in the lower precision then.
+        grad: whether gradients are enabled.
+        autocast: for every kind of device its name, whether autocast is on for it, and the dtype.
+        cache: whether a weight that autocast has cast is kept for its next use; the weight's
+            gradients are then summed in the lower precision.
     """
 
     grad: bool
@@ -275,13 +276,17 @@ def ambient() -> Ambient:
 
 
 def casting_now() -> tuple[tuple[str, torch.dtype], ...]:
-    """Those of the calling thread's modes that say what is cast, as `Ambient.casting`."""
+    """`ambient().casting`, without looking at the calling thread's other modes."""
     on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
     return tuple([(d, torch.get_autocast_dtype(d)) for d in on])
 
 
 Same = tuple[tuple[int | None, bool], ...]
-"""Of every tensor in a result which leaf of the arguments it is, and whether it is a view."""
+"""For every tensor in a result, which object it is, and whether it is a view.
+
+A number stands for a leaf of the arguments or, counted on from these, for an earlier leaf of the
+result, `None` for an object that is neither.
+"""
 
 
 @dataclass(slots=True)
@@ -289,30 +294,35 @@ class Call:
     """One recorded operation.
 
     Attributes:
-        target: a submodule's qualified name, or the torch function itself.
-        args: positional arguments; leaves are `Value`s, `Size`s or constants.
-        kwargs: keyword arguments, likewise.
-        path: the open module whose forward made the call.
-        result: the structure of what it returns.
+        target: a submodule's qualified name, or the function itself.
+        args: positional arguments; leaves are constants, or stand for what is known only in a run:
+            `Value`s, `Size`s, `Number`s, `Submodule`s and `GivenArray`s.
+        kwargs: keyword arguments, with leaves of the same types.
+        path: the qualified name of the open module whose forward made the call.
+        result: the structure of what it returns; `None` for a single leaf.
         outputs: for each leaf of the result its `TensorInfo`, or the leaf itself when it is plain
             data, or `OPAQUE` when it is an object that only other calls understand.
-        ambient: the modes it ran under, where they differ from those the forward began with.
+        ambient: the modes it ran under; `None` if they are those the forward began with.
         random: whether it draws random numbers.
-        draws_in_python: whether numpy's generator or Python's own gives some of them.
+        draws_in_python: whether some of these come from numpy's or Python's own generators.
         mutates: the values that it changes in place.
-        hidden: parameters and buffers inside a closed module.
+        hidden: the names of the tensors inside a closed module, and inside modules that are passed
+            to it.
         identity: a number made of its label and how often that occurred before. It seeds the
             call's random numbers, so these do not depend on what else is recorded around it.
-        looks: whether a closed module looks at values, and may decide by them what it gives.
-        may_size: whether it looks at some from which sizes can come; a yes or no is none.
-        inspected_in: the open module whose Python has asked for a size of its result, though that
-            may be another one for other values; `None` if none has.
-        inspected: which sizes: the dimensions of each leaf of the result; `GRADIENT` among them
-            stands for whether it requires a gradient.
-        classes: of a call that looks at values, those of the tensors in its result.
-        same: which leaves of `(args, kwargs)` these are, and whether they are views of others,
-            where Python may ask which object a tensor is.
-        by_inputs: whether these may be values of the inputs alone.
+        looks: whether it runs code that may look at tensors' values (a closed module, a closed
+            function or a custom operator), so that its result may be of another form for others.
+        may_size: whether it looks at values that can become sizes, which a boolean cannot.
+        inspected_in: the open module whose Python was the first to read a size of its result that
+            may be different for other values; `None` if none did.
+        inspected: what was read so: for each leaf of the result its dimensions, with `GRADIENT`
+            among them for `requires_grad`.
+        classes: for each leaf of the result of a call that `looks`, the class of the tensor, or
+            `None` if it is none; empty for other calls.
+        same: which objects the tensors in its result are; `None` unless it `looks`, and the
+            model's code may compare objects.
+        by_inputs: whether the values it looks at, or those that `inspected` depends on, may be
+            values of the inputs alone.
     """
 
     target: str | Callable[..., Any]
@@ -343,13 +353,17 @@ class Call:
 
     @property
     def may_matter(self) -> bool:
-        """Whether the Python around it goes by what values may decide, beyond those of a tensor."""
+        """Whether the Python around the call may depend on what values decide about its result.
+
+        That is more than a tensor's values: its sizes, the result's structure, or which objects
+        are in it.
+        """
         decides = self.looks and (self.result is not None or self.same is not None)
         return bool(self.inspected) or decides
 
     @property
     def sized_as(self) -> str | int:
-        """By what a recording knows that its size depends on values: by its module, or identity."""
+        """How `Opening.sized` names the call: by its closed module if that looks, else identity."""
         return self.target if isinstance(self.target, str) and self.looks else self.identity
 
     @property
@@ -382,10 +396,10 @@ class Join:
     """How a leaf of a batch's result is made of those of its micro-batches.
 
     Attributes:
-        dim: the dimension along which they follow one another; `None` where there is none, and
-            the leaf is the same for every micro-batch, or is known from the sizes alone.
-        why: why that does not give what the model gives for the whole batch; empty if it does.
-        mixes: whether that is because rows meet other rows in it.
+        dim: the dimension along which they are concatenated; `None` if the leaf is the same for
+            every micro-batch, or is known from the sizes alone.
+        why: why this does not give the model's result for the whole batch; empty if it does.
+        mixes: whether the reason is that the leaf mixes rows with other rows.
     """
 
     dim: int | None = None
@@ -395,30 +409,30 @@ class Join:
 
 @dataclass
 class Reads:
-    """What the Python of a recording has read, on which it depends that the forward is this one.
+    """What Python has read during a recording, which holds only while this stays the same.
 
     Attributes:
-        seen: what was in every place: plain data as it was, of anything else `MISSING`.
-        readers: the open module that was the first to read it.
-        grad: whether gradients were enabled, if that was read.
-        settings: what functions of torch said of the process, `torch.get_default_dtype()` say.
-        requires_grad: of parameters and other tensors of the model, by name.
-        layouts: how some of them lie in memory, by name.
-        inputs: what Python reads of them, by their number and the name of it, see
-            `penstock.capture.reads.input_property`.
+        seen: the value at every place that was read, if it is plain data; otherwise `MISSING`.
+        readers: for every such place, the open module that was the first to read it.
+        grad: whether gradients were enabled; `None` if that was not read.
+        settings: what functions of torch such as `get_default_dtype` returned, by name.
+        requires_grad: `requires_grad` of tensors of the model, by name.
+        layouts: how tensors of the model lie in memory, by name.
+        inputs: the properties that were read of inputs, by the number of the leaf and the
+            property's name, see `penstock.capture.reads.input_property`.
         numbers: the places whose number is passed in.
-        given: the leaves of the inputs that are numbers which are passed in.
-        outcomes: comparisons of those with others.
-        replaced: where closed modules put other tensors or modules themselves.
-        aliases: for places of objects, another one where the same object was; what is read of it
-            is noted there.
-        resting: the modules that were called whole, and those in them, that were in evaluation
-            mode. If one is in training mode it may draw random numbers, or change buffers, which
-            did not show.
-        set_once: what a first forward finds in places where it sets plain data once and for all,
-            and what it leaves there, which is what was `seen`.
-        marks: plain data that was read and that a first forward sets: what is there before it, and
-            after it. Both are as good, as it does nothing else then.
+        given: the leaves of the inputs that are numbers and are passed in.
+        outcomes: the comparisons that were made with numbers that are passed in.
+        replaced: places inside closed modules that these modules change themselves.
+        aliases: for places where an object was found again, the place where it was found first;
+            what is read of the object is noted under the latter.
+        resting: the names of the closed modules that were called, and of modules inside them, that
+            were in evaluation mode. In training mode they may draw random numbers or change
+            buffers, which the recording does not show.
+        set_once: for places where a first forward sets plain data once and for all, the value that
+            it finds, and the value that it leaves, which is the one in `seen`.
+        marks: for places that were read and that a first forward sets, the values before and after
+            it. The recording holds for both, since that forward does nothing else besides.
     """
 
     seen: dict[Place, Any] = field(default_factory=dict)
@@ -438,7 +452,7 @@ class Reads:
     marks: dict[Place, tuple[Any, Any]] = field(default_factory=dict, compare=False)
 
     def with_all_of(self, other: Reads) -> Reads:
-        """What two recordings have read that are generalised together."""
+        """What either of two recordings has read; this one's values count where both have some."""
         return Reads(
             other.seen | self.seen,
             other.readers | self.readers,
@@ -461,8 +475,8 @@ class Reads:
         """The numbers as they are now, by the names under which they are passed.
 
         Args:
-            model: where those in attributes are.
-            leaves: of the inputs; none where only those in attributes are asked for.
+            model: has the numbers that are attributes.
+            leaves: the leaves of the inputs; if empty, only the numbers in attributes are given.
         """
         found = {name_of(place): place.find(model) for place in self.numbers}
         if leaves:
@@ -470,7 +484,7 @@ class Reads:
         return found
 
     def changed(self, model: nn.Module) -> Place | None:
-        """A place where, after the forward, something else is than it has read."""
+        """A place whose value after the forward is not the one that was read; `None` if none."""
         for place, value in self.seen.items():
             if value is MISSING or place.last == "training" or place in self.numbers:
                 continue
@@ -486,25 +500,25 @@ class Trace:
     Attributes:
         inputs: for every leaf of `(args, kwargs)` its `TensorInfo`, or the constant it was.
         input_structure: the structure of `(args, kwargs)`.
-        calls: what happened, in order.
-        outputs: the leaves of the model's result: `Value`s, `Size`s or constants.
+        calls: the calls, in order.
+        outputs: the leaves of the model's result: `Value`s, `Size`s, `Number`s or constants.
         output_structure: the structure of the model's result.
-        attributes: what is known of every parameter and buffer that is read by name.
-        changed: the buffers, and plain tensors in attributes, that the forward changes,
-            BatchNorm's statistics for instance.
-        rewritten: the storages of those that values share, with their names.
-        decisions: the results of calls that are a yes or no that the model's Python read off its
-            inputs' values. It depends on them that the forward is this one.
-        questions: the calls that lead from the inputs to the decisions, which are its outputs;
-            `None` where nothing was decided.
-        answers: what was decided.
+        attributes: what is known of every parameter, buffer and plain tensor that is read by name.
+        changed: the names of the buffers, and of plain tensors in attributes, that the forward
+            changes, BatchNorm's statistics for instance.
+        rewritten: the names of changed tensors whose memory values share, by their storage.
+        decisions: the booleans that the model's Python has read off the values of its inputs, as
+            results of calls. The trace holds only for inputs that give the same ones.
+        questions: a trace that computes the decisions from the inputs; `None` where nothing was
+            decided.
+        answers: the values of the decisions.
         joins: for every leaf of the result how it is put together from micro-batches, see
             `penstock.capture.results`.
-        reads: what Python has read besides, see `Reads`.
-        only_at: sizes that inputs must have, where it holds for no others.
+        reads: what else Python has read.
+        only_at: sizes that inputs must have for the trace to hold; empty if all sizes will do.
         shared: plain objects that a forward changes, and the modules that have them.
-        handed_back: the objects of the result that are arguments: for the leaf of the result the
-            leaf of `(args, kwargs)` that is the same object, both without opening objects.
+        handed_back: the objects in the result that were arguments: the number of the leaf of
+            `(args, kwargs)` by that of the leaf of the result, where objects are leaves.
     """
 
     inputs: tuple[Any, ...]
@@ -544,9 +558,9 @@ class Trace:
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether a forward could run once too often: it makes its result, and changes nothing.
+        """Whether running the forward once more does no harm, since it only makes its result.
 
-        Neither buffers nor attributes of modules, nor its inputs, nor the state of random numbers.
+        It changes no buffers, attributes of modules or inputs, and draws no random numbers.
         """
         if self.changed or self.shared or any(call.random for call in self.calls):
             return False
@@ -556,7 +570,7 @@ class Trace:
         return written.isdisjoint(given)
 
     def numbers(self) -> bool:
-        """Whether a number that is passed in is among its arguments or its results."""
+        """Whether a number that is passed in is among the calls' arguments or the outputs."""
         arguments = (leaf for c in self.calls for leaf in tree_leaves((c.args, c.kwargs)))
         return any(isinstance(leaf, Number) for leaf in chain(arguments, self.outputs))
 
@@ -573,7 +587,7 @@ class Trace:
         return replace(useful, questions=questions, answers=answers)
 
     def leading_to(self, values: tuple[Ref, ...]) -> Trace:
-        """The calls that lead from the inputs to values that are made of nothing else."""
+        """A trace that computes these values, which are made of the inputs alone, from them."""
         structure = flatten(tuple(self.info(value) for value in values))[1]
         leading = replace(self, outputs=values, output_structure=structure)
         return leading._only(lambda call: bool(call.mutates) and self._is_of_inputs(call))

@@ -77,11 +77,13 @@ def capture(
 
     Returns:
         the program. Where something cannot be recorded, the plain function that does it is kept as
-        one call if it takes and gives tensors and plain data; else the module around it is,
-        in the worst case the whole model; `program.closed` and `program.closed_functions` say why.
+        one call if it takes tensors and plain data and returns tensors; otherwise the module
+        around it is, in the worst case the whole model. `program.closed` and
+        `program.closed_functions` say why.
 
     Raises:
-        CaptureError: the forward itself raises, or `keep_closed` names no submodule.
+        CaptureError: the forward raises, does something else every time, or cannot be recorded even
+            as one call; or `keep_closed` names no submodule.
         InputError: the example has no batch dimension, or its inputs disagree on it; `dynamic`
             names something that does not exist; or `model` or `args` have a wrong type.
     """
@@ -98,7 +100,7 @@ def capture(
     forward = Forward(model, leaves, structure, dims, Opening(model, keep_closed))
     forward.parameters = Parameters(model)
     capturer = _Capturer(forward, batch_dim, dynamic or {})
-    bound_applies.cache_clear()  # a notebook may have more of them than before
+    bound_applies.cache_clear()  # a notebook may have bound more without importing anything
     try:
         with _leaving_old_objects(), untouched(model), torch.enable_grad():
             program = capturer.first_that_works(attempts)
@@ -114,10 +116,11 @@ _FROZEN_BY_PYTHON = 1000  # objects at most; 3.12 begins with some hundred, othe
 
 @contextmanager
 def _leaving_old_objects() -> Iterator[None]:
-    """While open, the garbage collector does not look at the objects that were there before.
+    """While open, the garbage collector does not look at the objects that existed before.
 
-    Recording makes so many that it would: at all that was imported, for a tenth of a second or
-    more. Where something is frozen already, nothing changes, as that must stay frozen.
+    Recording makes so many objects that a full collection would start, which takes a tenth of a
+    second or more for everything that was imported. If more objects are frozen already than Python
+    itself freezes, nothing is done: unfreezing would release the user's as well.
     """
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
@@ -165,7 +168,7 @@ class _Capturer:
     """Records until nothing more needs to be opened or closed; the `TraceSource` of later ways.
 
     Attributes:
-        program: what was made of the recordings, once they are there.
+        program: the program, as soon as the example's forward has been recorded in both modes.
     """
 
     program: Program
@@ -203,9 +206,13 @@ class _Capturer:
     def run(self, points: Sequence[Sizes], last: bool) -> Program:
         """The program, generalised from recordings of inputs of these sizes.
 
+        Args:
+            points: the sizes.
+            last: whether there are no other sizes to try.
+
         Raises:
-            CaptureError: even the model as one closed call does not repeat itself.
-            Undecided: its Python decides otherwise at some of them, and they are not the last.
+            CaptureError: it cannot be recorded, even with the module that is the reason closed.
+            Undecided: its Python decides otherwise at some of the sizes, and there are others.
         """
         while True:
             try:
@@ -270,12 +277,19 @@ class _Capturer:
         return varying_of_some(args, kwargs, self.batch_dim, self.dynamic, names)
 
     def way(self, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Numeric]) -> Trace:
-        """The trace that inputs take which decide otherwise than the example.
+        """The trace of another way, recorded from inputs that take it.
 
-        Where gradients make a difference to it, it is recorded as they are now.
+        It is recorded with gradients enabled. If the model's Python reads whether they are, and
+        they are disabled now, it is recorded once more without them.
+
+        Args:
+            leaves: the leaves of the inputs.
+            training: whether in training mode.
+            numbers: the numbers in attributes that change, with another value of each; they are
+                passed in where that is possible.
 
         Raises:
-            CaptureError: it cannot be recorded with the modules that are open already.
+            CaptureError: the way cannot be recorded with the modules that are open already.
         """
         with torch.enable_grad():
             trace = self._way(leaves, training, numbers)
@@ -322,9 +336,10 @@ class _Capturer:
     def _at_some(
         self, numbers: Mapping[Where, Numeric], sizes: Sizes, training: bool
     ) -> Trace | None:
-        """One way that holds for some lengths as they are: one of them, all, or the rows as well.
+        """A trace that holds only for some sizes, see `Trace.only_at`.
 
-        `None` if not even that can be recorded.
+        One of several lengths is fixed, or all of them, or at last the rows as well. `None` if not
+        even that can be recorded.
         """
         varying, lengths = self.forward.varying, self.forward.varying.lengths
         choices = [(name,) for name in lengths] if len(lengths) > 1 else []
@@ -348,7 +363,7 @@ class _Capturer:
         points: Sequence[Sizes],
         training: bool,
     ) -> Trace:
-        """One way, with numbers that change as values that are passed in, if that is possible."""
+        """The trace of one way, with changing numbers passed in as values where possible."""
 
         def recorded(now: Mapping[Where, Numeric]) -> Trace:
             self.forward.numbers = now
@@ -368,10 +383,10 @@ class _Capturer:
         return trace
 
     def check_at(self, trace: Trace, leaves: Sequence[Any], training: bool) -> None:
-        """Record the forward at the size of these inputs, and compare.
+        """Record the forward at the size of these inputs, and compare it with the trace.
 
-        Nothing is computed for that, if shapes do. What was captured without weights is not
-        compared: the devices would differ.
+        If shapes alone show that they are alike, nothing is computed. A model that was captured
+        without weights is not compared, as the devices in the recordings would differ.
 
         Raises:
             CaptureError: the model does something else than the trace says.
@@ -398,7 +413,7 @@ class _Capturer:
             )
 
     def holds_at(self, trace: Trace, leaves: Sequence[Any], training: bool, sizes: Sizes) -> bool:
-        """Whether shapes say that the model does what the trace says on inputs of these sizes."""
+        """Whether a recording of shapes alone at these sizes shows that the trace holds there."""
         differing = self._differing(trace, leaves, training, sizes)
         if self.program.was_on_meta:
             return False
@@ -407,7 +422,11 @@ class _Capturer:
     def _differing(
         self, trace: Trace, leaves: Sequence[Any], training: bool, sizes: Sizes
     ) -> Callable[[bool], str | None]:
-        """Records, of shapes alone or not, and says which module does not what the trace says."""
+        """A function that records the forward again at these sizes, and compares.
+
+        Its argument says whether to record shapes alone. It returns the path of the module that
+        does something else than the trace says; `None` if none does.
+        """
         like = self.program.signatures.of(leaves)
         model, leaves = self._at_home(leaves)
         other = Forward(model, leaves, like.structure, like.varying, self.opening, as_it_is=True)
@@ -425,7 +444,7 @@ class _Capturer:
         return differing
 
     def _at_home(self, leaves: Sequence[Any]) -> tuple[nn.Module, list[Any]]:
-        """The model and the inputs, on one device: copies if it is placed on several."""
+        """The model and the inputs on one device; a copy of a model placed on several devices."""
         if isinstance(leaves, Inputs):
             leaves = leaves.with_values(leaves)
         devices = {p.device for p in self.model.parameters()}
@@ -470,7 +489,11 @@ class _Capturer:
     def _join(
         self, trace: Trace, points: Sequence[Sizes], known: Sequence[Any], training: bool
     ) -> None:
-        """Note how results are put together; the example's evaluation helps where chance plays."""
+        """Note in `trace.joins` how its results are put together from those of micro-batches.
+
+        The example's trace in evaluation mode helps where random numbers or BatchNorm keep results
+        from being compared.
+        """
         other = self.program.eval if trace is not self.program.eval else None
 
         def found() -> tuple[Join, ...]:
@@ -482,7 +505,7 @@ class _Capturer:
         trace.joins = self.forward.without_saving(found)
 
     def _replaying(self, trace: Trace) -> Callable[[Sequence[Any]], Any]:
-        """What replays a trace on leaves of inputs, with the same random numbers every time."""
+        """A function that replays a trace on inputs' leaves, with the same random numbers again."""
         return self.program.fresh(trace, KEY, self.model, self.forward.varying)
 
 

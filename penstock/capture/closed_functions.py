@@ -1,11 +1,12 @@
 """Plain functions that a program calls whole, as it calls closed modules.
 
-A helper that makes a mask of lengths may read values (`int(lengths.max())`), but what it takes and
-gives is tensors. Then it is closed, and not the module whose forward calls it. It is found on the
-stack when it does what cannot be recorded. One that draws a mask with numpy has ended by the time
-its array is used, or the next call shows that something was drawn; it is found among the names in
-the code that called it. From then on it has other code while a forward is recorded, by which the
-recording sees that it is called; and arrays that it gives can be given to calls, and nothing else.
+A helper that makes a mask of lengths may read values (`int(lengths.max())`), but takes and returns
+tensors. Such a function is closed, instead of the module whose forward calls it. It is found on the
+stack when it does something that cannot be recorded. A function that draws a mask with numpy has
+returned by the time its array is used, or the next call shows that something was drawn; it is found
+among the names in the code that called it. From then on, the function's code is replaced while a
+forward is recorded, so that the recording sees its calls. Arrays that it returns can be passed on
+to calls, and used in no other way.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from penstock.capture.functions import Whole
 from penstock.capture.trees import tree_leaves
 
 _DATA = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_MARK = 0x5EED_0F_A_C0DE  # stands in made code for what is called
+_MARK = 0x5EED_0F_A_C0DE  # in generated code, stands for the function to call
 
 
 @dataclass(frozen=True)
 class ClosedFunction(Whole):
-    """What calls a plain function; equal for the same one.
+    """The target of a call of a plain function; two are equal if their functions are the same.
 
     Attributes:
-        function: that is called.
+        function: the function that is called.
     """
 
     function: FunctionType
@@ -78,10 +79,10 @@ class ClosedFunctions:
         self._never.add(function)
 
     def reasons(self, calls: Iterable[Call]) -> dict[str, str]:
-        """Why those that are called are closed, by name with that of their Python module.
+        """Why the functions that are called are closed, by names such as `module.function()`.
 
         Args:
-            calls: of all recordings.
+            calls: the calls of all recordings.
         """
         called = [c.target.function for c in calls if isinstance(c.target, ClosedFunction)]
         return {f"{f.__module__}.{f.__name__}()": self._closed[f] for f in dict.fromkeys(called)}
@@ -90,8 +91,9 @@ class ClosedFunctions:
         """The innermost function that runs and may be closed; `None` if there is none.
 
         Args:
-            frame: of the call that cannot be recorded.
-            until: the code of what calls modules, one of which that Python is.
+            frame: the frame from which to search the stack: that of the call that cannot be
+                recorded.
+            until: the code that calls modules; the search ends at a frame that runs it.
         """
         while frame is not None and frame.f_code not in until:
             function = _function_of(frame)
@@ -101,11 +103,14 @@ class ClosedFunctions:
         return None
 
     def called(self, frame: FrameType | None, until: Container[CodeType]) -> FunctionType | None:
-        """A function that works with numpy, or draws random numbers, and that may have been called.
+        """A function that uses numpy or `random`, and that running code may have called.
 
         Args:
-            frame: of the call that shows it.
-            until: the code of what calls modules, one of which that Python is.
+            frame: the frame from which to search the stack: that of the call that shows it.
+            until: the code that calls modules; the search ends at a frame that runs it.
+
+        Returns:
+            the first function found that may be closed; `None` if there is none.
         """
         while frame is not None and frame.f_code not in until:
             names = frame.f_code.co_names if is_the_models(frame.f_globals) else ()
@@ -120,20 +125,20 @@ class ClosedFunctions:
         return None
 
     def _may_close(self, function: FunctionType) -> bool:
-        """Whether it may be closed, and is not."""
+        """Whether a function is open and may be closed."""
         known = function in self._never or function in self._closed
         return not (known or impurity(function))
 
     def codes(self) -> Iterator[tuple[FunctionType, str, CodeType]]:
-        """What closed functions have meanwhile: the function, the attribute, and its value."""
+        """What to replace during a recording: the function, its attribute, and the new value."""
         for function in self._closed:
             yield function, "__code__", _noting(function)
 
 
 def _noting(function: FunctionType) -> CodeType:
-    """Code of the same arguments that tells the recording in this thread of a call.
+    """Code with the function's signature that passes calls on to the recording in this thread.
 
-    Without one in this thread, the function runs.
+    Where this thread has no recording, it runs the function.
     """
     code = function.__code__
     plain = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
@@ -158,7 +163,7 @@ def _noting(function: FunctionType) -> CodeType:
 
 
 def _source(code: CodeType) -> str:
-    """A function of the same arguments that gives them to what the mark stands for."""
+    """Source of a function with the same signature that calls what replaces `_MARK` in it."""
     names = iter(names_of(code))
     positional = [next(names) for _ in range(code.co_argcount)]
     keywords = [next(names) for _ in range(code.co_kwonlyargcount)]
@@ -186,7 +191,7 @@ class UnseenArray:
 
     Args:
         array: the array.
-        refuse: makes the error that says so.
+        refuse: makes the error that is raised when Python looks into the array.
     """
 
     def __init__(self, array: np.ndarray[Any, Any], refuse: Callable[[], Unclosable]) -> None:
@@ -210,7 +215,7 @@ class UnseenArray:
 
 
 def _function_of(frame: FrameType) -> FunctionType | None:
-    """The function of a Python module that runs in a frame, if it is one."""
+    """The function that runs in a frame, if its module's globals hold it; else `None`."""
     if not is_the_models(frame.f_globals):
         return None
     found = frame.f_globals.get(frame.f_code.co_name)

@@ -1,8 +1,8 @@
-"""What the code of Python functions says of them.
+"""What can be read off the code of Python functions.
 
-A plain function does the same whenever it is called with the same, and nothing else, if it writes
-no attributes and no variables but its own, and uses none that may hold anything else at another
-time. What it does with its arguments is seen when it runs.
+A plain function is pure (it always does the same for the same arguments, and nothing else) if it
+writes no attributes and no variables but its own, and uses no variables whose value may change.
+What it does with its arguments is seen when it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-_OURS = ("torch", "penstock")  # packages whose functions are seen into
+_OURS = ("torch", "penstock")  # packages whose Python is never the model's own
 _TRUSTED = frozenset(
     """
     torch numpy builtins _operator math cmath operator functools _functools itertools random typing
@@ -37,7 +37,7 @@ _LASTING = frozenset(
     __builtins__ __subclasses__ __import__ frompyfunc simplefilter
     """.split()
 )
-"""Attributes by which it may change what nobody sees changed; so may all that begin as these do."""
+"""Attributes by which a function may make unseen changes, as by those with `_BEGINNINGS`."""
 
 _BEGINNINGS = ("set_", "enable_", "disable_", "use_", "register_")
 
@@ -54,7 +54,7 @@ def is_the_models(names: Mapping[str, Any]) -> bool:
 
 
 def names_of(code: CodeType) -> tuple[str, ...]:
-    """The names of its arguments."""
+    """The names of the arguments that a function with this code takes."""
     variadic = bool(code.co_flags & 4) + bool(code.co_flags & 8)
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variadic]
 
@@ -67,11 +67,11 @@ def uses_arrays(function: FunctionType) -> bool:
 
 
 def impurity(function: FunctionType, within: frozenset[FunctionType] = frozenset()) -> str:
-    """What a function may depend on, or change, besides its arguments; empty if it is nothing.
+    """What a function may depend on, or change, besides its arguments, in words; empty if nothing.
 
     Args:
         function: the function.
-        within: those that call it, which are known.
+        within: the functions that call it, whose own check is under way.
     """
     if function.__closure__:
         return "variables of another function"
@@ -92,7 +92,7 @@ def impurity(function: FunctionType, within: frozenset[FunctionType] = frozenset
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those that are made in it."""
+    """The code of a function, and of the functions and classes defined inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -144,7 +144,7 @@ def _why_used(name: str, found: Any, within: frozenset[FunctionType]) -> str:
 
 
 def _is_trusted(module: object) -> bool:
-    """Whether what is in a Python module is as it is: torch's, numpy's or Python's own."""
+    """Whether nobody changes what a Python module holds: torch's, numpy's or Python's own."""
     return isinstance(module, str) and module.partition(".")[0] in _TRUSTED
 
 
@@ -165,11 +165,11 @@ _MOST_CODES = 1 << 14
 
 
 def codes_running(frame: FrameType | None, until: CodeType) -> Iterator[CodeType]:
-    """The code of the model's own Python that runs.
+    """The code of the model's own Python that is on the stack.
 
     Args:
-        frame: what runs.
-        until: the code of what has called the model.
+        frame: the innermost frame.
+        until: the code that has called the model; frames from there on are left out.
     """
     while frame is not None and frame.f_code is not until:
         if is_the_models(frame.f_globals):
@@ -178,7 +178,11 @@ def codes_running(frame: FrameType | None, until: CodeType) -> Iterator[CodeType
 
 
 def codes_of(model: nn.Module) -> Iterator[CodeType]:
-    """The code of a model's classes, of functions that its modules hold, and beside the classes."""
+    """The code of the model's own functions.
+
+    These are the methods of its modules' classes, functions that its modules hold as attributes,
+    and functions in the Python modules that define these classes.
+    """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     theirs = [kind for kind in kinds if not _is_trusted(kind.__module__)]
     homes = {kind.__module__ for kind in theirs}
@@ -196,7 +200,7 @@ _DRAWING = re.compile(
     "drop|rand|noise|gumbel|bernoulli|multinomial|normal_|uniform_|poisson|exponential_|rsample|"
     "shuffle|choice|permutation"
 )
-"""What is in the names by which code draws random numbers."""
+"""Parts of the names that code uses when it draws random numbers."""
 
 _BESIDE_FORWARD = re.compile("__.*__|extra_repr|_?reset_parameters|_?init_.*")
 
@@ -207,7 +211,8 @@ def may_draw(kind: type, training: bool) -> bool:
 
     Args:
         kind: the class.
-        training: whether in training mode; code that reads the mode draws nothing in the other.
+        training: whether in training mode. In evaluation mode, code that names `training` is taken
+            to draw nothing.
     """
     found = [
         getattr(value, "__func__", value)
@@ -217,7 +222,7 @@ def may_draw(kind: type, training: bool) -> bool:
     ]
     functions = [inspect.unwrap(f) for f in found if isinstance(f, FunctionType)]
     names: set[str] = set()
-    for function in functions:  # those that they may call come behind them
+    for function in functions:  # functions that it may call are appended meanwhile
         named = {name for code in _codes(function.__code__) for name in code.co_names}
         names |= named
         called = (function.__globals__.get(name) for name in named)
@@ -228,7 +233,7 @@ def may_draw(kind: type, training: bool) -> bool:
 
 @lru_cache(_MOST_CODES)
 def asks_which(code: CodeType) -> bool:
-    """Whether code may ask which object a tensor is, other than whether it is a constant."""
+    """Whether code may ask which object a tensor is: by `id`, say, or by `is` with a variable."""
     if not _OF_THE_OBJECT.isdisjoint(code.co_names):
         return True
     before: dis.Instruction | None = None

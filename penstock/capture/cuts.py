@@ -30,15 +30,15 @@ NOTHING = KeptInStages()
 
 @dataclass
 class Cuts:
-    """What crosses each position of a trace, and which positions are no place for a cut.
+    """What crosses each position of a trace, and at which positions it cannot be cut.
 
     Attributes:
         trace: the recording.
         births: the call in which a parameter or buffer is read, where that is not the first one
             that uses it.
         alike: for parameters and buffers that share the memory of others, one name for them all.
-        apart: the inputs and results that do not enter at the beginning, or leave at the end. An
-            input begins where it is first used.
+        apart: the inputs that do not enter at the beginning, but where they are first used, and
+            the results that do not leave at the end.
     """
 
     trace: Trace
@@ -80,8 +80,8 @@ class Cuts:
     def kept(self, calls: range) -> dict[int, Value]:
         """The leaves of the result that stay with the stage that makes these calls.
 
-        Inputs that are passed on as they are are not among them; those that are changed in place
-        stay where that is done last.
+        A leaf that is an unchanged input is not among them; an input that is changed in place
+        counts as made by the last call that changes it.
         """
         leaves = {k: self.trace.outputs[k] for k in sorted(self.apart.outputs)}
         return {k: value for k, value in leaves.items() if self._comes_from(value) in calls}
@@ -116,7 +116,7 @@ class Cuts:
         return found
 
     def overwritten(self, cut: int) -> tuple[int, ...]:
-        """Which of the values that cross the cut are changed in place after it, by their places."""
+        """The indices of the values in `boundary(cut)` that are changed in place after the cut."""
         infos = [self.trace.info(value) for value in self.boundary(cut)]
         return tuple(
             place
@@ -128,9 +128,10 @@ class Cuts:
         """The bytes that cross the cut with every micro-batch, for inputs that are this large.
 
         Args:
-            cut: which.
-            sizes: of the inputs.
-            boundary_dtype: the dtype in which floating point values cross that are wider.
+            cut: the number of the call that comes right after the cut.
+            sizes: the sizes of the inputs.
+            boundary_dtype: the dtype to which wider floating-point values are cast to cross the
+                cut; `None` if they are not.
         """
         values = [value for value in self.boundary(cut) if isinstance(value, Ref)]
         return self._bytes_of(values, sizes, boundary_dtype)
@@ -138,10 +139,10 @@ class Cuts:
     def weight_bytes(
         self, cut: int, sizes: Sizes, boundary_dtype: torch.dtype | None = None
     ) -> int:
-        """The bytes of the weights that cross the cut, once, and whose gradients come back.
+        """The bytes of the weights that cross the cut, whose gradients come back across it.
 
         Args:
-            cut, sizes, boundary_dtype: as of `num_bytes`.
+            cut, sizes, boundary_dtype: see `num_bytes`.
         """
         values = [value for value in self.boundary(cut) if isinstance(value, Attribute)]
         return self._bytes_of(values, sizes, boundary_dtype)
@@ -199,7 +200,7 @@ class Cuts:
         owner = self._owners.get(info.storage)
         if owner is not None and info.storage in mutated:
             return f"{owner} is changed in place and used on both sides"
-        if info.storage in self.trace.rewritten:  # by the next micro-batch, before it is used there
+        if info.storage in self.trace.rewritten:  # the next micro-batch changes it too early
             rewritten = self.trace.rewritten[info.storage]
             return f"{named} shares the memory of {rewritten}, which every forward changes"
         # Autograd derives a view anew when its base was changed, at its next use: cut off from
@@ -251,7 +252,7 @@ class Cuts:
         return last
 
     def _shared(self) -> dict[str, tuple[int, int]]:
-        """The first and the last call of closed modules that share what a forward changes."""
+        """For every plain object that forwards change, the first and last module call with it."""
         found = {}
         for name, paths in self.trace.shared:
             inside = {owner for path in paths for owner in with_owners(path)}
@@ -261,15 +262,15 @@ class Cuts:
         return found
 
     def _written(self) -> dict[str, tuple[int, int]]:
-        """The first and the last call that uses the memory of what the forward changes in place.
+        """For tensors of the model that are changed in place, the first and last call to use them.
 
-        Of parameters and buffers, by whatever names, and whether inside closed modules or not.
+        Every use of their memory counts, by whatever name, inside closed modules or outside.
         """
         if not self.trace.changed and not any(call.mutates for call in self.trace.calls):
             return {}
         uses: dict[str, list[int]] = {}
         written = set(map(self._one_name, self.trace.changed))
-        results: dict[str, str] = {}  # views of that memory, and what is left there
+        results: dict[str, str] = {}  # the results of calls that lie in that memory
         for number, call in enumerate(self.trace.calls):
             used = {value: self._lies_in(value, results) for value in call.reads()}
             names = {results.get(name, self._one_name(name)) for name in call.hidden}
@@ -293,9 +294,10 @@ class Cuts:
         return self.alike.get(name, name)
 
     def _hidden(self) -> dict[str, tuple[int, int]]:
-        """Parameters and buffers inside closed modules that more than one call uses.
+        """Tensors inside closed modules that several calls use: the first and the last of these.
 
-        What an open module has changed in place there is the result of the call that has done so.
+        A tensor in a closed module that an earlier call has made or changed is named as the result
+        of that call.
         """
         uses: dict[str, list[int]] = {}
         inside: set[str] = set()

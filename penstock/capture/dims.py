@@ -18,13 +18,13 @@ from penstock.capture.trees import tree_leaves
 from penstock.errors import InputError
 
 Dim = int | tuple[int, int] | None
-"""A dimension that counts the rows; or that and how many entries each row has; `None`: no rows."""
+"""The dimension of the rows, or a pair of it and the entries per row; `None` for no rows."""
 
 BatchDim = int | Mapping[str | int, Dim]
 """One dimension for every input, or one per argument (by position or name)."""
 
 Dynamic = Mapping[str | int, Mapping[int, str]]
-"""For an argument (by position or name) the dimensions that vary, each with a name of its own."""
+"""For an argument (by position or name) the dimensions that vary, each with its name."""
 
 T = TypeVar("T")
 
@@ -33,12 +33,12 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 class Axis(NamedTuple):
-    """A dimension that varies, or a number: what it counts, and how it grows with that.
+    """How the size of a dimension, or a number, depends on a count: `per * count + plus`.
 
     Attributes:
-        name: of what is counted.
-        per: how many entries there are for each of these.
-        plus: how many entries there are besides.
+        name: the name of the count: `"B"` for the rows, or one that the user has given.
+        per: the entries for each that is counted.
+        plus: the entries that are always there.
     """
 
     name: str
@@ -88,10 +88,11 @@ class Varying:
         )
 
     def sizes(self, leaves: Sequence[Any]) -> Sizes:
-        """How large everything that varies is in these inputs.
+        """The size of every dimension that varies in these inputs.
 
         Raises:
-            InputError: two inputs disagree, or one does not divide into rows.
+            InputError: two inputs disagree, one does not divide into rows, or a dimension other
+                than the rows is empty.
         """
         found: dict[str, list[tuple[int, int]]] = {name: [] for name in self.names}
         for k, (leaf, axes) in enumerate(zip(leaves, self.axes, strict=True)):
@@ -122,9 +123,9 @@ class Varying:
         return True
 
     def resized(self, leaves: Sequence[Any], sizes: Sizes) -> list[Any]:
-        """The same inputs made this large, their own entries repeated in turn; always copies.
+        """The inputs resized to these sizes, by repeating or dropping entries; tensors are copies.
 
-        They lie in memory as those given do.
+        The copies have the memory layout of the tensors given.
         """
         result = []
         for k, (given, axes) in enumerate(zip(leaves, self.axes, strict=True)):
@@ -154,11 +155,17 @@ class Varying:
     def rows_of(
         self, leaves: Sequence[Any], sizes: Sizes, counts: Sequence[int], pieces: Sequence[int]
     ) -> list[Any]:
-        """Of inputs in two pieces of so many rows each, these pieces, one after another; copies.
+        """Inputs made of pieces, each of them one of two sequences of rows; always copies.
 
-        The rows are the inputs' own, in their order. Where there are too few, the second piece has
-        others of them than the first, so that no mean over rows is the same in both, and the order
-        shows; and a row that comes again is rolled, which leaves all its values valid.
+        The rows are the inputs' own, in their order. Where there are too few for both sequences,
+        the second takes them in another order than the first, so that means over rows and the order
+        of rows differ. A row that occurs again is rolled, so that all its values remain valid.
+
+        Args:
+            leaves: the leaves of the inputs.
+            sizes: the sizes to give to the dimensions other than the rows.
+            counts: how many rows the first and the second sequence have.
+            pieces: which of the two, 0 or 1, comes at every place.
         """
         first, second = counts
         there = self.sizes(leaves)[ROWS]
@@ -187,7 +194,7 @@ class Varying:
         return result
 
     def without(self, names: Collection[str]) -> Varying:
-        """The same with the dimensions of these names as they are."""
+        """A copy in which the dimensions and numbers of these names do not vary."""
         axes = [{d: a for d, a in own.items() if a.name not in names} for own in self.axes]
         numbers = {k: axis for k, axis in self.numbers.items() if axis.name not in names}
         return Varying(tuple(axes), numbers)
@@ -198,9 +205,10 @@ class Varying:
         return self.names[1:]
 
     def attempts_in_session(self, sizes: Sizes) -> list[list[Sizes]]:
-        """The same in a session, whose inputs are longer at every call.
+        """Like `attempts`, for a session, whose inputs are longer at every call.
 
-        Larger sizes come first: they are next, and a cache that is full may not be shorter.
+        Larger sizes come first: later calls have them, and a cache that is already filled may not
+        become shorter.
         """
         longer = {n: (k, k + 1, k + 2) for n, k in sizes.items()}
         shorter = {n: _near(k) for n, k in sizes.items()}
@@ -209,13 +217,14 @@ class Varying:
         return [_grid({**choice, ROWS: rows}) for choice in (longer, shorter, multiples)]
 
     def attempts(self, example: Sizes) -> list[list[Sizes]]:
-        """The sizes at which to record, those to try first first.
+        """The sizes at which to record: several attempts, to be tried in this order.
 
         Each attempt is a list of sizes for `generalise`: one to start from, each name varied
-        alone, each two of them together, and at last all at once, which checks the others. Small
-        batches come first, being quick. Some models want particular sizes, or decide on the
-        values of all rows; the example's and multiples of them may do then. Rows that are sorted
-        by their lengths, which are values of theirs, take no smaller size, and no row twice.
+        alone, each pair of names together, and at last all at once, which checks the others. Small
+        batches come first, because they are quick. Some models need particular sizes, or decide by
+        the values of all rows; for these, the example's sizes and multiples of them may work. If
+        rows have to be sorted by lengths that are values of the inputs, neither smaller sizes nor
+        repeated rows are possible.
         """
         near = {n: _near(k) for n, k in example.items()}
         multiples = {n: (k, 2 * k, 3 * k) for n, k in example.items()}
@@ -226,7 +235,7 @@ class Varying:
 
 
 def _near(size: int) -> tuple[int, int, int]:
-    """A size and two others; smaller ones, for positions may be limited to those of the example."""
+    """A size and two others: smaller if it is above 4, as positions may end with the example's."""
     return (size, size - 1, size - 3) if size > 4 else (size, size + 1, size + 2)
 
 
@@ -241,7 +250,7 @@ def _grid(choices: Mapping[str, tuple[int, int, int]]) -> list[Sizes]:
 def varying(
     args: Sequence[Any], kwargs: Mapping[str, Any], batch_dim: BatchDim, dynamic: Dynamic
 ) -> Varying:
-    """What varies in the leaves of `(args, kwargs)`. Only tensors with dimensions ever do.
+    """What varies in the leaves of `(args, kwargs)`: dimensions of tensors, and nothing else.
 
     Raises:
         InputError: a dimension or an argument does not exist, nothing has rows, or a dimension is
@@ -272,10 +281,10 @@ def varying_of_some(
     names: Sequence[str],
     optional: Collection[str | int] | None = None,
 ) -> Varying:
-    """The same where some of the arguments may be left out, or given by name or by position.
+    """Like `varying`, where arguments may be left out, or given by name or by position.
 
     Args:
-        args, kwargs: those that are there.
+        args, kwargs: the arguments that are given.
         batch_dim, dynamic: as for `penstock.capture`.
         names: of the arguments that may be given by position, in order.
         optional: the names of those that may be missing; `None` for any.
@@ -307,9 +316,9 @@ def as_given(
     """A setting for arguments, by position for those that are given so, by name for the others.
 
     Args:
-        setting: by position or name, however the arguments are given.
-        names: of the arguments that may be given by position, in order.
-        count: how many are.
+        setting: a value for each argument, by its position or name, whichever way it is given.
+        names: the names of the arguments that may be given by position, in order.
+        count: how many arguments are given by position.
 
     Raises:
         InputError: an argument is there by position and by name.

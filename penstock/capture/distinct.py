@@ -14,19 +14,20 @@ import torch
 from penstock.capture.dims import Dim
 
 Rows = Mapping[int, list[torch.Tensor]]
-"""For leaves that have rows, by their place, the rows."""
+"""The rows of every leaf that has any, by the index of the leaf."""
 
 
 def with_distinct_rows(leaves: Sequence[Any], dims: Sequence[Dim]) -> list[Any]:
-    """The same inputs with rows that differ; a leaf that stays as it is is the same object.
+    """Inputs whose rows differ; a leaf that needs no change is returned as the same object.
 
-    Floating-point numbers of a row that is like an earlier one of the same leaf lose up to half of
-    what they are; zeros become something up to a half. Integers and booleans change only in a row
-    that no leaf tells from an earlier one, and remain between zero and what they were, or one.
+    In a floating-point leaf, a row that equals an earlier one is changed: its numbers shrink by up
+    to a half, and its zeros become numbers up to a half. In leaves of integers and booleans, a row
+    is changed only if it equals an earlier one in all leaves: positive numbers stay between zero
+    and their value, zeros become zero or one.
 
     Args:
-        leaves: of the inputs; not changed.
-        dims: for every leaf the dimension that counts its rows, as `Varying.batch_dims` has it.
+        leaves: the leaves of the inputs; they are not changed.
+        dims: for every leaf the dimension that counts its rows, as in `Varying.batch_dims`.
     """
     rows = _rows_of(leaves, dims)
     changed: dict[int, dict[int, torch.Tensor]] = {}
@@ -58,12 +59,12 @@ def _rows_of(leaves: Sequence[Any], dims: Sequence[Dim]) -> Rows:
 
 
 def _times_before(rows: Sequence[torch.Tensor], k: int) -> int:
-    """How often a row is there before it comes at this place."""
+    """How many earlier rows are equal to row `k`."""
     return sum(torch.equal(rows[k], earlier) for earlier in rows[:k])
 
 
 def _is_alike(rows: Rows, changed: Mapping[int, Mapping[int, torch.Tensor]], k: int) -> bool:
-    """Whether no leaf tells a row from one before it."""
+    """Whether row `k` equals one earlier row in all leaves, and no leaf has a changed row `k`."""
     if any(k in new for new in changed.values()):
         return False
     return any(all(torch.equal(own[k], own[j]) for own in rows.values()) for j in range(k))
@@ -77,10 +78,10 @@ def _scaled(row: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _stepped(row: torch.Tensor, times: int) -> torch.Tensor:
-    """Integers between zero and what they were, others at the first place and every second one.
+    """A row of integers changed `times` steps: positive ones stay between zero and their value.
 
-    Zeros become ones there, which an index can be as well, but for a table of a single row: off the
-    CPU, where such an error could not be survived, a row of zeros stays as it is.
+    Zeros at every second place become ones. These are valid as indices, too, unless a table has a
+    single row. Off the CPU, where a wrong index is fatal, a row of zeros is returned unchanged.
     """
     if row.device.type != "cpu" and not row.any():
         return row

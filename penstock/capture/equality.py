@@ -53,7 +53,7 @@ def _is_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_nan(value: object) -> bool:
-    """Whether it is not a number, or has an element that is not."""
+    """Whether a value is NaN, or a tensor that has a NaN among its elements."""
     if not isinstance(value, torch.Tensor):
         return isinstance(value, (float, complex)) and value != value
     if value.is_meta or not (value.is_floating_point() or value.is_complex()):
@@ -64,9 +64,9 @@ def has_nan(value: object) -> bool:
 
 
 def same_constant(one: Any, other: Any) -> bool:
-    """Whether two values that are no tensors are equal, or not a number.
+    """Whether two values that are no tensors are equal, or both NaN.
 
-    Of types that do not say when they are equal, only the same object is.
+    An object whose type does not define equality is equal only to itself.
     """
     if one is other:
         return True
@@ -78,7 +78,7 @@ def same_constant(one: Any, other: Any) -> bool:
         return True
     try:
         return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):  # it compares to something that has no truth
+    except (TypeError, ValueError, RuntimeError):  # the comparison gives no boolean
         return False
 
 
@@ -95,7 +95,7 @@ def _same_array(one: Any, other: Any) -> bool:
 def same(one: object, other: object) -> bool:
     """Whether two results are the same: in structure, in type, and in everything they hold.
 
-    Objects of types that do not say when they are equal are so if their attributes are.
+    Objects whose type does not define equality are the same if their attributes are.
     """
     return _Sameness().holds(one, other)
 

@@ -50,9 +50,11 @@ class CallRow:
         outputs: dtype and sizes of the tensors it returns; `B` is the number of rows.
         random: whether it draws random numbers.
         in_place: whether it changes a value in place.
-        cut_bytes: what would cross a cut after it, for the example batch; `None` after the last.
-        forbidden: why there can be no cut after it, if so.
-        seconds: forward and backward of a micro-batch; `None` where nothing was measured.
+        cut_bytes: the bytes that would cross a cut after it, for the example batch; `None` after
+            the last call.
+        forbidden: why there can be no cut after it; `None` if there can.
+        seconds: the seconds that its forward and backward take for a micro-batch; `None` where
+            nothing was measured.
     """
 
     number: int
@@ -76,11 +78,12 @@ class Explanation:
     Attributes:
         model: the class of the model.
         batch_size: the rows of the example.
-        parameters: how many numbers the model learns.
+        parameters: how many numbers are in the model's parameters.
         rows: the calls in training, in order.
         differences: what evaluation does otherwise, in words; empty if it runs the same program.
         closed: why the program does not look into these modules, by qualified name.
-        closed_functions: the same of plain functions, by name with that of their Python module.
+        closed_functions: why plain functions are one call each, by names such as
+            `module.function()`.
         kinds: the class of every module, by qualified name.
         capture_seconds: how long capturing took, where somebody measured it.
     """
@@ -124,11 +127,11 @@ class Explanation:
         """The modules as a tree: weights, time where it was measured, and what enters each.
 
         `enters` are the bytes that would cross a cut before the module, for the example batch.
-        Modules that are alike share a line, and what is in the first of them stands below it.
+        Consecutive modules that are alike share a line; the submodules of the first one follow it.
 
         Args:
             depth: how many levels to show; as many as fit a screen by default.
-            width: how long lines of the tree may be.
+            width: the most characters in a line of the tree; any number by default.
         """
         return "\n".join([*aligned(_tree_rows(self, depth), _MODULE_TEXT, width), *self.notes()])
 
@@ -163,10 +166,10 @@ def explain(
         model: the recorded module.
         cuts: where its trace in training can be cut.
         evaluation: its trace in evaluation mode; the same object where nothing differs.
-        sizes: of the example.
+        sizes: the sizes of the example.
         closed: why the program does not look into these modules, by qualified name.
-        functions: why it does not look into these plain functions.
-        seconds: forward and backward of every call, if they were measured.
+        functions: why it does not look into these plain functions, by name.
+        seconds: the seconds that forward and backward of every call take, if they were measured.
     """
     train = cuts.trace
     return Explanation(
@@ -274,11 +277,11 @@ class _Node:
     """A module, or the functions that a module's own forward calls.
 
     Attributes:
-        name: within the module that it is in.
-        kind: its class; empty for functions.
+        name: its name in the module around it.
+        kind: the name of its class; empty for functions.
         rows: the calls that it makes, or is.
-        children: what is in it, in the order of the calls.
-        closed: what to say of one that the program does not look into.
+        children: its submodules and functions by name, in the order of the calls.
+        closed: a note on a module that is one call; empty for others.
     """
 
     name: str
@@ -289,12 +292,12 @@ class _Node:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the parameters that it is the first to use."""
+        """The bytes of the parameters that it is the first to use."""
         return sum(row.weight_bytes for row in self.rows)
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of its calls; 0 where nothing was measured."""
+        """The seconds that its calls take, forward and backward; 0 where nothing was measured."""
         return sum(row.seconds or 0.0 for row in self.rows)
 
     def is_like(self, other: _Node) -> bool:
@@ -370,7 +373,7 @@ def _tree_rows(explanation: Explanation, depth: int | None = None) -> list[_Tabl
 
 
 class _Totals:
-    """What shares are shares of, and what enters every call."""
+    """The model's totals, of which shares are computed, and the call before every call."""
 
     def __init__(self, root: _Node, explanation: Explanation) -> None:
         self.weight_bytes = root.weight_bytes or 1

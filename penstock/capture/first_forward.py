@@ -1,8 +1,8 @@
-"""The marks that the first forward of a model leaves, which close nothing: flags, classes, hooks.
+"""The marks that the first forward of a model leaves: flags, classes and hooks.
 
-Some models install hooks when they are first called, and note that they have, or make the class of
-their results. A recording of a later forward stands for the first one as well, if that does nothing
-else: `first_forward` says whether it is so.
+Some models install hooks when they are first called, and note that they have, or create the class
+of their results. If the first forward does nothing else besides, a recording of a later forward
+stands for it as well, and no module has to be closed. `first_forward` finds out whether it does.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ class _Attributes(NamedTuple):
 
 
 def first_forward(model: nn.Module, forward: Callable[[], Any]) -> bool:
-    """Run a forward and let the marks stay that a first one makes.
+    """Run a model's first forward, and keep the marks that it leaves if a second one adds none.
 
-    They stay if another forward then gives the same and leaves no others. What every forward
-    assigns is put back; so is, if the marks do not stay, all that this one has changed.
+    The marks are kept if the second forward gives the same result. Attributes that every forward
+    assigns are put back. If the marks are not kept, everything that the first forward has changed
+    is put back.
 
     Args:
-        model: whose forward.
-        forward: runs it, in evaluation mode.
+        model: the model.
+        forward: runs the model's forward, in evaluation mode.
 
     Returns:
-        whether they stay.
+        whether the marks were kept.
     """
     modules = list(model.modules())
     before = list(map(_attributes, modules))
@@ -66,9 +67,9 @@ def _is_repeated(
     changed: set[Any],
     result: Any,
 ) -> bool:
-    """Whether a forward does what the first one did, and the hooks of that one only look on.
+    """Whether another forward does what the first one did, and hooks of the first only look on.
 
-    Where marks stand for what the first has changed in plain objects, another does not change it.
+    It has to change the same plain objects: if it does not, a mark may have kept it from doing so.
     """
     try:
         with _watched(model, before) as acting:
@@ -81,7 +82,7 @@ def _is_repeated(
 def _run(model: nn.Module, forward: Callable[[], Any]) -> tuple[set[Any], Any]:
     """What a forward changes in plain objects, and its result.
 
-    These objects are put back, and so are buffers and what random numbers are drawn from.
+    These objects are restored afterwards, and so are buffers and random generators.
     """
     modules = list(model.modules())
     uncompiled = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
@@ -94,11 +95,12 @@ def _run(model: nn.Module, forward: Callable[[], Any]) -> tuple[set[Any], Any]:
 
 
 class _Watched:
-    """A hook that notes whether it does more than to look on.
+    """Runs a hook, and notes if it does more than look on.
 
     Args:
-        hook: of a module.
-        acting: where it notes itself.
+        hook: a forward hook or forward pre-hook of a module.
+        acting: the list to which the hook is added if it returns something of its own, or changes
+            a tensor in place.
     """
 
     def __init__(self, hook: Callable[..., Any], acting: list[object]) -> None:
@@ -120,7 +122,7 @@ class _Watched:
 def _watched(model: nn.Module, before: list[_Attributes]) -> Iterator[list[object]]:
     """While open, the hooks that were not there before are watched; yields those that act.
 
-    Those of backwards are not run, so nobody sees what they do: they count as acting.
+    Backward hooks are not run here, so what they do cannot be seen: they count as acting.
     """
     acting: list[object] = []
     replaced: list[tuple[dict[Any, Any], Any, Any]] = []
@@ -142,7 +144,7 @@ def _watched(model: nn.Module, before: list[_Attributes]) -> Iterator[list[objec
 def _put_back_assigned(
     modules: list[nn.Module], before: list[_Attributes], once: list[_Attributes]
 ) -> bool:
-    """Put back what has been assigned anew since a forward ran once; whether there is any."""
+    """Put back attributes assigned since the first forward; returns whether there were any."""
     found = False
     for module, (old, _), (first, _) in zip(modules, before, once, strict=True):
         own = vars(module)

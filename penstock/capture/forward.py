@@ -25,7 +25,7 @@ from penstock.capture.recorder import record
 from penstock.capture.trees import Structure, leaves_of, unflatten, without_history
 
 KEY = Key(0, 0, 0)
-"""Of the random numbers that recordings draw, unless others are to show."""
+"""The key that seeds the random numbers of recordings, unless another one is given."""
 
 T = TypeVar("T")
 
@@ -34,19 +34,20 @@ class Forward:
     """The forward of a model on inputs like given ones.
 
     Args:
-        model: whose training flags and attributes the caller restores.
-        leaves: of the inputs.
-        structure: of the inputs.
-        varying: which of their sizes vary.
+        model: the model; its training flags and attributes are restored by the caller.
+        leaves: the leaves of the inputs.
+        structure: the structure of the inputs.
+        varying: which sizes of the inputs vary.
         opening: which modules are open.
-        as_it_is: whether training flags stay, and inputs require gradients as those given do.
-        open_leaves: numbers of those among the leaves of which others will come.
+        as_it_is: whether training flags stay as they are, and inputs require gradients where those
+            given do.
+        open_leaves: the indices of leaves that are numbers and have other values in other calls.
 
     Attributes:
-        parameters: what tells which parameters are written; `None` if nobody asks.
-        numbers: those of attributes that are passed in.
-        first_helped: whether the model's first forward leaves attributes that later ones do not
-            assign; `None` if that was not tried.
+        parameters: notes which parameters are written; `None` if that is not needed.
+        numbers: the numbers in attributes and arguments that are passed in, by place.
+        first_helped: whether the model's first forward has left marks that later forwards do not
+            change; `None` if that was not tried.
     """
 
     def __init__(
@@ -69,18 +70,23 @@ class Forward:
         self.parameters: Parameters | None = None
         self.numbers: Mapping[Where, Numeric] = {}
         self.first_helped: bool | None = None
-        self._marks: dict[Place, tuple[Any, Any]] = {}  # of the first: what was there, what is now
+        self._marks: dict[Place, tuple[Any, Any]] = {}  # values before and after the first forward
         self._set_once: dict[Place, tuple[Any, Any]] = {}  # before and after the first forward
-        self._read_first: list[Reads] = []  # what those have read
+        self._read_first: list[Reads] = []  # what forwards that set something once have read
 
     def of_row(self, row: int) -> Forward:
-        """The same on inputs that have all rows like this one."""
+        """The same forward on inputs whose rows all equal this row of the given ones."""
         other = copy.copy(self)
         other.leaves = self.varying.one_row(self.leaves, row)
         return other
 
     def first_forward(self, sizes: Sizes) -> bool:
-        """Run the forward a first time, if that makes the next ones assign to nothing."""
+        """Run the forward a first time, and keep the marks that it leaves, see `first_forward`.
+
+        Returns:
+            whether that helps, so that the forward is worth recording again; `False` if it was
+            tried before.
+        """
         if self.first_helped is None:
             args, kwargs = self._batch(sizes)
             flags = [module.training for module in self.model.modules()]
@@ -109,12 +115,17 @@ class Forward:
     ) -> tuple[Trace, list[Any]]:
         """A recording at these sizes, and the leaves of its result.
 
-        With `shapes` nothing that weights enter is computed: what is drawn or written does not
-        show.
-
         Where the forward sets plain data of an object once and for all, and does nothing else the
         first time, the recording is one of a later time. (transformers' classifiers note in their
         configuration what kind of labels they get, when they get the first.)
+
+        Args:
+            sizes: the sizes of the inputs.
+            training: whether in training mode, see `set_mode`.
+            key: seeds the random numbers.
+            strict: whether open modules must leave their attributes alone.
+            shapes: whether to work out shapes alone. Nothing that weights enter is computed then,
+                so the recording does not show what is drawn or written.
         """
         try:
             found = self._recorded(sizes, training, key, strict, shapes)
@@ -144,7 +155,11 @@ class Forward:
     def _recorded(
         self, sizes: Sizes, training: bool, key: Key, strict: bool, shapes: bool
     ) -> tuple[Trace, list[Any]]:
-        """The same of the model as it is now, whatever its forward sets."""
+        """One recording of the model as it is now; arguments are those of `record`.
+
+        Raises:
+            Unrecordable: also `Changed`, if its forward sets plain data that it has read.
+        """
 
         def recorded() -> tuple[Trace, list[Any]]:
             args, kwargs = self._batch(sizes)
@@ -183,13 +198,17 @@ class Forward:
                     return result
             except Exception as error:
                 if not (hooks.was_needed or "support saved tensor hooks" in str(error)):
-                    raise  # so says `torch.func`
+                    raise  # the text is that of `torch.func`, which refuses such hooks
             self.opening.saves = True
         with untouched(self.model, self.parameters):
             return forward()
 
     def set_mode(self, training: bool) -> None:
-        """Training keeps what the user froze, if the model is in training mode at all."""
+        """Put the model into training or evaluation mode, unless it is to stay `as_it_is`.
+
+        A model in training mode is not touched by `training=True`, so that submodules which the
+        user has put into evaluation mode stay there.
+        """
         if self.as_it_is:
             return
         if not training or not self.model.training:
@@ -220,7 +239,7 @@ def _do_the_same(one: tuple[Trace, Sequence[Any]], other: tuple[Trace, Sequence[
 
 
 def _resting(model: nn.Module, trace: Trace) -> frozenset[str]:
-    """What is in evaluation mode of the modules that are called whole, see `Reads.resting`."""
+    """The closed modules called, and modules in them, that are in evaluation mode, by name."""
     called = {str(call.target) for call in trace.calls if call.is_module}
     return frozenset(
         name

@@ -20,15 +20,15 @@ class Whole(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What it gives."""
+        """Call the function, and return its result."""
 
 
 @dataclass(frozen=True)
 class Applied(Whole):
-    """What applies an `autograd.Function`; equal for the same one.
+    """The application of an `autograd.Function`; two of the same function are equal.
 
     Attributes:
-        function: the class.
+        function: the class of the function.
     """
 
     function: type[torch.autograd.Function]
@@ -38,17 +38,17 @@ class Applied(Whole):
         return f"{self.function.__name__}.apply"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `apply` ends in, whatever the class has in its place."""
+        """Apply the function by torch's own `apply`, even if its class has another one."""
         apply: Any = vars(torch.autograd.Function)["apply"]
         return apply.__get__(None, self.function)(*args, **kwargs)
 
 
 def why_not(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> str:
-    """Why the replay may not do the same; empty if it does.
+    """Why applying a function in the replay may do something else; empty if it does the same.
 
     Args:
-        function: that is applied.
-        args: what to.
+        function: the function that is applied.
+        args: the arguments that it is applied to.
     """
     if "<locals>" in function.__qualname__:
         return "which may be another one every time"
@@ -61,7 +61,7 @@ def why_not(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> s
 
 
 def why_not_made(result: Any) -> str:
-    """Why what a function gives may be something else in the replay; empty if it is not."""
+    """Why the result of a function may be another one in the replay; empty if it may not."""
     leaves = result if isinstance(result, tuple) else (result,)
     odd = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)]
     return f"which gives a {type(odd[0]).__name__} beside tensors" if odd else ""
@@ -86,5 +86,5 @@ def _why_not_given(leaf: Any) -> str:
 
 
 def invoke(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function: lowered code calls by their names only what can be imported."""
+    """Call a function that lowered code cannot call by name, because it cannot be imported."""
     return function(*args, **kwargs)

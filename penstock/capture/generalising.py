@@ -29,7 +29,7 @@ _ROWS = 4  # recordings where rows may decide how large a result is
 
 
 def traced(forward: Forward, points: Sequence[Sizes], training: bool) -> tuple[Trace, list[Any]]:
-    """The forward in this mode, generalised; and the leaves of its result at the first."""
+    """The forward in this mode, generalised, and the leaves of its result at the first point."""
     first = forward.record(points[0], training)
     while forward.opening.force(first[0].pruned()):
         first = forward.record(points[0], training)
@@ -46,7 +46,7 @@ def traced(forward: Forward, points: Sequence[Sizes], training: bool) -> tuple[T
 
 
 def _generalised(forward: Forward, first: Trace, points: Sequence[Sizes], training: bool) -> Trace:
-    """A recording at the first point, generalised by others: of shapes alone, if these do."""
+    """A recording at the first point, generalised by others, of shapes alone where they suffice."""
 
     def at(k: int, without: bool) -> Trace:  # what random numbers decide may show
         key = KEY._replace(microbatch=k)
@@ -66,10 +66,10 @@ def _generalised(forward: Forward, first: Trace, points: Sequence[Sizes], traini
 def traced_evaluation(
     forward: Forward, points: Sequence[Sizes], train: Trace
 ) -> tuple[Trace, list[Any]]:
-    """The forward in evaluation mode, generalised; and the leaves of its result at the first.
+    """The forward in evaluation mode, generalised, and the leaves of its result at the first point.
 
-    Two recordings are enough where it does what training does: no number that grows with the
-    inputs is the same as a constant at both.
+    Where evaluation makes the same calls as training, two recordings are enough: a number that
+    grows with the inputs cannot equal a constant at both points.
     """
     first, expected = forward.record(points[0], training=False)
     trace = adapted(train, first, points[0])
@@ -88,9 +88,16 @@ def traced_evaluation(
 def by_shapes(
     opening: Opening, trace: Trace, sizes: Sizes, shown_by: Callable[[], T | None]
 ) -> T | None:
-    """What recordings of shapes alone give; `None` if they fail, and values are needed.
+    """The result of `shown_by`, which records shapes alone; `None` if values are needed.
 
-    So it is where a forward is small, as the trace of one says.
+    They are needed if recording shapes fails or is not possible. Small forwards are quicker with
+    values, so `None` is returned for them as well.
+
+    Args:
+        opening: says whether shapes may be recorded; notes it if they cannot.
+        trace: a recording of the forward, by which its size is judged.
+        sizes: the sizes of that recording's inputs.
+        shown_by: makes recordings of shapes, and returns what they show.
     """
     if not opening.without_values or _num_bytes(trace, sizes) < _LARGE:
         return None
@@ -118,15 +125,18 @@ def _check_more(forward: Forward, first: Trace, sizes: Sizes, training: bool) ->
 
 
 def sized_by_values(forward: Forward, trace: Trace, sizes: Sizes, training: bool) -> set[str | int]:
-    """The calls whose results are of other sizes where random numbers or rows are others.
+    """The calls whose results change their sizes with the random numbers or the rows' values.
 
-    They are named by their module, or by their identity.
+    They are named as by `Call.sized_as`.
 
     Args:
-        forward: is recorded again, where a module may be one.
-        trace: of this mode, generalised.
-        sizes: to record it at.
-        training: the mode.
+        forward: the forward; it is recorded again if there may be such calls.
+        trace: its trace in this mode, generalised.
+        sizes: the sizes at which to record it.
+        training: whether in training mode.
+
+    Raises:
+        Unrecordable: a call decides by values something else about its result.
     """
     looking = [call for call in trace.calls if call.by_inputs and call.may_matter]
     inspected = {c.sized_as for c in looking if c.inspected} - forward.opening.sized
@@ -159,10 +169,10 @@ def _of_single_rows(forward: Forward, sizes: Sizes, training: bool) -> Iterator[
 
 
 def _check_repeats(forward: Forward, first: Trace, sizes: Sizes, training: bool) -> None:
-    """Raise for the module that does not do the same every time, if that is the reason.
+    """Raise if recordings at the same sizes differ, which explains why others could not be merged.
 
     Raises:
-        CaptureError: it is.
+        CaptureError: a module does something else every time.
     """
     again = forward.record(sizes, training)[0]
     path = differs_from(again, first, sizes)
@@ -177,6 +187,6 @@ def _check_repeats(forward: Forward, first: Trace, sizes: Sizes, training: bool)
 
 
 def _num_bytes(trace: Trace, sizes: Sizes) -> int:
-    """The bytes of what its calls give; views count again."""
+    """The bytes of all results of a trace's calls; a view counts in addition to its base."""
     infos = (info for call in trace.calls for info in call.outputs)
     return sum(info.num_bytes(sizes) for info in infos if isinstance(info, TensorInfo))

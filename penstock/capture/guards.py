@@ -1,7 +1,7 @@
-"""Whether what a forward has read when it was recorded is still as it was.
+"""Whether everything that a forward read when it was recorded is still as it was.
 
-It is looked at before every pass, so what is compared is gathered once, in flat lists, whose items
-mostly are the very same objects. Where they are not, everything is compared by value.
+This is checked before every pass, so the objects to compare are gathered once in flat lists. Mostly
+they are the very same objects as before. Where they are not, everything is compared by value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.errors import InputError
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 _TRAINING = attrgetter("training")
 MOST_WAYS = 64
-"""So many recordings of one mode are kept."""
+"""The most recordings of one mode and signature that are kept."""
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -75,10 +75,10 @@ class Guards:
         self._dtypes = list(map(_DTYPE, self._parameters))
 
     def hold(self) -> bool:
-        """Whether the model's Python would read now what it has read then.
+        """Whether the model's Python would read the same now as when it was recorded.
 
         Raises:
-            InputError: but for a tensor or a module, which has been replaced.
+            InputError: a tensor or a module has been replaced, and no plain data is different.
         """
         for place, marks in self.reads.marks.items():
             now = place.find(self._model)
@@ -92,7 +92,13 @@ class Guards:
         return False
 
     def apply_once(self) -> bool:
-        """Set what a first forward sets, if there is what it finds; whether all is as read then."""
+        """Set what a first forward would set, if this makes everything as it was read.
+
+        Otherwise nothing is changed.
+
+        Returns:
+            whether something was set.
+        """
         put = []
         for place, (before, after) in self.reads.set_once.items():
             now = place.find(self._model)
@@ -106,9 +112,9 @@ class Guards:
         return False
 
     def different(self) -> Place | str | None:
-        """Where something else is now than was read; `None` if nowhere.
+        """A place whose value is not the one that was read; `None` if there is none.
 
-        Plain data goes before tensors and modules.
+        What is no place is returned as text. Plain data comes before tensors and modules.
         """
         reads = self.reads
         if (around := self._different_around()) is not None:
@@ -137,7 +143,7 @@ class Guards:
         return min(places, key=self.is_replaced)
 
     def _different_around(self) -> str | None:
-        """What is different of the process, or of all parameters."""
+        """What is different in the process, in all parameters or in all modules, in words."""
         reads = self.reads
         if reads.grad not in (None, torch.is_grad_enabled()):
             return "whether gradients are enabled"
@@ -165,7 +171,7 @@ class Guards:
         """Raise if a tensor or a module has been replaced, whatever else is different.
 
         Raises:
-            InputError: one has.
+            InputError: a tensor or a module has been replaced.
         """
         for place in self._places:
             if frozen(place.find(self._model)) != self._frozen[place] and self.is_replaced(place):
@@ -183,7 +189,7 @@ class Guards:
         )
 
     def rebind(self) -> None:
-        """Take the tensors and modules for the right ones that are there now."""
+        """Accept the tensors and modules that the model has now as those that were recorded."""
         for place in self._places:
             if self.is_replaced(place):
                 self._frozen[place] = frozen(place.find(self._model))
@@ -199,7 +205,7 @@ class Guards:
             self._fast = None
 
     def other_numbers(self) -> dict[Place, Numeric]:
-        """The places where a number was read, and is another one of its kind now; what it was."""
+        """The places whose number has changed but not its type, with the number that was read."""
         found = {}
         for place, seen in self.reads.seen.items():
             if type(seen) in (int, float) and place not in self.reads.numbers:
@@ -305,7 +311,10 @@ class _Cells:
         ]
 
     def verdict(self) -> Place | Literal[True] | None:
-        """`True` if all is as it was; a place that is not, if that is plain; else `None`."""
+        """`True` if nothing has changed, or the first place whose plain data has.
+
+        `None` if something else has, so that everything has to be compared by value.
+        """
         if not self._registered.is_same():
             return None
         now = self._now()
@@ -328,13 +337,14 @@ class _Cells:
 
 
 class _Registered:
-    """What modules have registered: tensors and modules, each where it was.
+    """The tensors and modules that modules have registered, in order.
 
-    Only what is in the dictionaries counts, whose keys nobody changes without the values; one may
-    be replaced by another that has the same in it. Most are empty, which takes least time to see.
+    Only the dictionaries' values are compared, as their keys do not change without them; a
+    dictionary may be replaced by another with the same values. Most are empty, which is quickest
+    to check.
 
     Args:
-        registries: of what modules, by their attributes, which.
+        registries: for every registry the `__dict__` of its module, and its name there.
     """
 
     def __init__(self, registries: Iterable[tuple[dict[str, Any], str]]) -> None:
@@ -361,7 +371,7 @@ class _Registered:
 
 
 def _is_registry(owner: object, name: str) -> bool:
-    """Whether a module keeps there what it has registered."""
+    """Whether this attribute is a dictionary in which a module keeps what it has registered."""
     if name not in REGISTRIES or not isinstance(owner, nn.Module):
         return False
     held = attributes_of(owner).get(name)
@@ -388,14 +398,15 @@ def _name_in(place: Place, now: Any, before: Any) -> str:
 
 
 def check_stable(new: Guards, all_of_them: Sequence[Guards]) -> None:
-    """Raise if a recording is of no use, or if they become too many.
+    """Raise if the latest recording does not hold any more, or if there are too many of them.
 
     Args:
-        new: what the last recording has read.
-        all_of_them: of the same mode.
+        new: the guards of the latest recording.
+        all_of_them: the guards of all recordings of the same mode and signature.
 
     Raises:
-        InputError: what it has read is something else again; or something is never twice the same.
+        InputError: what the latest recording has read has changed again, or there are more than
+            `MOST_WAYS` recordings.
     """
     different = new.different()
     if different is not None:

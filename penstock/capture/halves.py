@@ -50,9 +50,9 @@ class Deferral:
     """Collects the weight halves of a backward.
 
     Attributes:
-        pending: in the order in which the backward came by.
-        anchor: the leaf that a backward has to reach to pass all calls that were halved; none
-            before the first of them.
+        pending: the weight halves, in the order in which the backward has run the calls.
+        anchor: an empty leaf that all halved calls take as an input, so that a backward which
+            reaches it runs through all of them; `None` before the first such call.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class Deferral:
         self.anchor: torch.Tensor | None = None
 
     def anchored(self) -> torch.Tensor:
-        """The anchor, which one more call hangs on; made by the first."""
+        """The anchor, for one more call to take as an input; created at the first use."""
         if self.anchor is None:
             self.anchor = torch.empty(0, requires_grad=True)
         return self.anchor
 
     def take(self) -> list[Pending]:
-        """What was collected, which is then no longer here."""
+        """Return the weight halves that were collected, and forget them."""
         pending = list(self.pending)
         self.pending.clear()  # the list itself may be remembered by what has unpickled it
         return pending
@@ -150,8 +150,8 @@ def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs
         for v in given
         if isinstance(v, torch.Tensor) and v.requires_grad and not isinstance(v, nn.Parameter)
     ]
-    if half.is_one_product is None:  # whole, this once: of anything else the input's gradients
-        result = function(*args, **kwargs)  # would be summed in another order
+    if half.is_one_product is None:  # not halved the first time: if it is no one product,
+        result = function(*args, **kwargs)  # gradients of its input would be summed otherwise
         half.is_one_product = is_one_product(result, entering)
         return result
     inside = {id(v): v.detach().requires_grad_() for v in entering}
@@ -166,11 +166,13 @@ def run_halved(half: Half, function: Callable[..., Any], /, *args: Any, **kwargs
 
 
 def is_one_product(result: object, entering: Iterable[torch.Tensor] = ()) -> bool:
-    """Whether the backward from here is one product, and views, and not watched.
+    """Whether a backward computes one product besides what costs nothing, such as views.
+
+    It is `False` as well if the result has hooks, which would see both halves.
 
     Args:
-        result: where it starts.
-        entering: where it ends, apart from leaves; it has to reach all of them.
+        result: the value from which the backward starts.
+        entering: the tensors at which it ends, besides leaves; it has to reach all of them.
     """
     if not isinstance(result, torch.Tensor) or result.grad_fn is None or result._backward_hooks:
         return False
@@ -205,7 +207,7 @@ def _next(node: Node) -> Iterable[tuple[Node, int]]:
 
 
 def _parameters(function: Callable[..., Any], given: Sequence[Any]) -> list[nn.Parameter]:
-    """Those that get a gradient; none if hooks of a module would notice that there are halves."""
+    """The parameters of a call that require gradients; none if hooks would notice the halves."""
     if isinstance(function, nn.Module):
         if function._backward_hooks or function._backward_pre_hooks or function._forward_hooks:
             return []  # a forward hook may hang one on the result, which would see both halves

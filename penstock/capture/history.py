@@ -24,9 +24,9 @@ def history(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def nests(node: Node) -> bool:
-    """Whether an autograd Function's backward calls something named so: it runs another one.
+    """Whether this is the node of an autograd Function whose backward runs another backward.
 
-    Those of reversible networks and of reentrant checkpoints do.
+    Its code then names `backward`. Reversible networks and reentrant checkpoints have such nodes.
     """
     function: Any = getattr(node, "_forward_cls", None)
     code = getattr(inspect.unwrap(function.backward), "__code__", None) if function else None
@@ -34,6 +34,6 @@ def nests(node: Node) -> bool:
 
 
 def any_nests(results: Iterable[object]) -> bool:
-    """Whether a backward from these results runs another one."""
+    """Whether a backward from these results runs another backward inside it."""
     tensors = [value for value in results if isinstance(value, torch.Tensor)]
     return any(map(nests, history(t.grad_fn for t in tensors if t.grad_fn is not None)))

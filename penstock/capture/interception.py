@@ -42,13 +42,14 @@ METADATA = frozenset(
     promote_types broadcast_shapes dim_order is_shared is_pinned
     """.split()
 )
-# Those that say whether gradients flow to it.
+# The names in `METADATA` that say whether a tensor requires a gradient.
 GRADIENTS = frozenset(["requires_grad", "grad_fn", "is_leaf"])
-# How it lies in memory, as far as that is a matter of strides.
+# The names in `METADATA` that say how a tensor lies in memory, as far as strides tell.
 LAYOUT = frozenset("stride is_contiguous dim_order".split())
-# What Python may ask of an input besides, that batches may have different.
+# The names in `METADATA` of other properties that inputs may have different in every batch.
 STATE = frozenset("is_inference storage_offset is_shared is_pinned is_conj is_neg _is_view".split())
-# Those that say how large it is, and the calls whose number of results does.
+# The names in `METADATA` that say how large a tensor is, and the functions whose number of results
+# does.
 SIZES = frozenset(
     "shape size numel nelement __len__ nbytes stride is_contiguous is_same_size".split()
 )
@@ -58,8 +59,8 @@ PARTS = frozenset(
     unsafe_split_with_sizes
     """.split()
 )
-# What a program cannot do across its cuts, or whose results no recording can follow: the names of
-# the functions themselves.
+# Functions that a program cannot run across its cuts, or whose results no recording can follow, by
+# their own names, with what to say of them.
 CLOSING = {
     "grad": "computes gradients (torch.autograd.grad)",
     "backward": "computes gradients (backward)",
@@ -72,11 +73,11 @@ CLOSING = {
 VALUES = frozenset(
     ("numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "__format__", "__repr__")
 )
-"""What gives Python a tensor's values by way of something else, in which nobody sees it read."""
+"""Functions that give a tensor's values to Python in another form, where reads are not seen."""
 
 
 def _noting_values(name: str) -> Callable[..., Any]:
-    """A method of tensors that a recording is told of."""
+    """A method of tensors that also notes, in this thread's recording, that values are read."""
     give = getattr(torch.Tensor, name)
 
     @wraps(give)
@@ -89,30 +90,30 @@ def _noting_values(name: str) -> Callable[..., Any]:
 
 
 _GIVING = {name: _noting_values(name) for name in ("tolist", "numpy", "__array__", "__dlpack__")}
-"""What gives values to the Python of a closed module without an operator of torch."""
+"""Replacements of methods by which the Python of a closed module gets values without operators."""
 
 ORIGINAL: dict[Callable[..., Any], Callable[..., Any]] = {
     noting: noting.__wrapped__  # type: ignore[attr-defined]
     for noting in _GIVING.values()
 }
-"""What these are, where torch asks who handles a call of one of them."""
+"""The original method by its replacement, which is what `__torch_function__` may be given."""
 
 _PATCH_LOCK = threading.Lock()
 
 
 def is_plain(leaf: object) -> bool:
-    """Whether it is data that a program may have as a constant."""
+    """Whether a leaf may be a constant of a program: plain data, or a callable but no module."""
     return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, nn.Module))
 
 
 class Patch(NamedTuple):
-    """An attribute of a class or a Python module that is another one while a forward is recorded.
+    """An attribute that is replaced while a forward is recorded.
 
     Attributes:
-        owner: has the attribute.
-        name: of the attribute.
-        ours: what it is meanwhile.
-        original: what the owner itself had; `None` if nothing.
+        owner: the class, Python module or function that has the attribute.
+        name: the name of the attribute.
+        ours: its value during the recording.
+        original: the owner's own value before; `None` if the owner had none of its own.
     """
 
     owner: object
@@ -133,12 +134,12 @@ class Patch(NamedTuple):
 
 
 class Interceptor(Noticing, Protocol):
-    """What is called in the place of modules, and sees what a forward does.
+    """The interface of a recorder, which is called in the place of modules and functions.
 
     Attributes:
         functions: which plain functions are closed.
-        reading: notes what its Python reads.
-        patches: that are in force.
+        reading: notes what the model's Python reads.
+        patches: the patches that are in force.
     """
 
     functions: ClosedFunctions
@@ -167,9 +168,12 @@ class Interceptor(Noticing, Protocol):
 
 @contextmanager
 def intercepted(recorder: Interceptor) -> Iterator[None]:
-    """Every `module(...)` and every application of an `autograd.Function` goes through it.
+    """While open, calls of modules and of `autograd.Function.apply` go through `recorder`.
 
-    One recording at a time per process.
+    There is one recording at a time in a process: other threads wait.
+
+    Raises:
+        CaptureError: this thread is recording already.
     """
     if RECORDING.recorder is not None:
         captured = type(RECORDING.recorder.model).__name__
@@ -198,13 +202,13 @@ def intercepted(recorder: Interceptor) -> Iterator[None]:
 
 
 def _mend_imports(patches: Sequence[Patch], before: Collection[str]) -> None:
-    """Have the originals in Python modules that were imported meanwhile, and kept what they found.
+    """Restore originals in Python modules that were imported during a recording and kept patches.
 
-    `torch._dynamo` does so with `nn.Module.__call__`, if a forward is the first to import it.
+    `torch._dynamo` keeps `nn.Module.__call__`, if a forward is the first to import it.
 
     Args:
-        patches: that were in force, and are undone.
-        before: the names of the modules that there were.
+        patches: the patches of the recording, which have been undone.
+        before: the names of the Python modules that were imported before it.
     """
     originals = {id(patch.ours): getattr(patch.owner, patch.name, None) for patch in patches}
     for module in [sys.modules.get(name) for name in sys.modules.keys() - before]:
@@ -255,10 +259,10 @@ def _of_modules(recorder: Interceptor) -> list[tuple[object, str, object]]:
 
 
 def _of_functions(recorder: Interceptor) -> Iterator[tuple[object, str, object]]:
-    """What stands in the place of what applies custom functions, and assigns to their attributes.
+    """Replacements of what applies custom functions, and of what assigns to their attributes.
 
-    `F.apply` may have other names. Where it is in C, those in Python modules are replaced as well,
-    and what is applied by any other is seen by what C asks of the function then.
+    A bound `F.apply` may be stored under other names. If it is in C, such names in Python modules
+    are replaced as well; an application by any other is noticed when C reads `_backward_cls`.
     """
 
     def set_attribute(function: type, name: str, value: Any) -> None:
@@ -283,8 +287,8 @@ def _of_functions(recorder: Interceptor) -> Iterator[tuple[object, str, object]]
 def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
     """What stands in the place of functions of torch.
 
-    Checkpoints in open modules do not throw away what they would compute again: the seeds of the
-    random calls in them are not those of the backward. Closed modules keep theirs.
+    Checkpoints in open modules keep their activations instead of recomputing them, as random calls
+    would be seeded otherwise in the backward. Those in closed modules work as usual.
     """
     grad_enabled = torch.is_grad_enabled
     checkpointing, hook_name = CHECKPOINT_HOOK

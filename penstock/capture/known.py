@@ -32,9 +32,9 @@ class _Living(weakref.ref[Any]):
 
 
 class Known:
-    """The names of the objects that calls have given, as long as these live.
+    """The names of the objects that calls have given, as long as these objects live.
 
-    Whoever else holds them does: a recording keeps nothing alive, for then it would need as much
+    A recording keeps none of them alive that has weak references: otherwise it would need as much
     memory as all results of all calls together.
     """
 
@@ -44,7 +44,7 @@ class Known:
         self._gone: deque[_Living] = deque()  # those of objects that have died, but have names
         self._storages: dict[int, int] = {}
         self._numbers = count()
-        self._memory: list[Any] = []  # keeps addresses of storages apart, but not what is there
+        self._memory: list[Any] = []  # weak: reserves addresses, but keeps no data
 
     def get(self, leaf: object) -> Value | None:
         """The value that an object is; `None` for one that nobody has named."""

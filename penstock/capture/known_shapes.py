@@ -1,4 +1,4 @@
-"""What operators give on the `meta` device, each asked once for the same shapes.
+"""The results of operators on the `meta` device, which run once for the same shapes.
 
 Torch works out the shapes of many results in Python, step by step. That may take longer than to
 compute small results, and a model has the same operators for the same shapes in all its layers.
@@ -57,7 +57,7 @@ class _Results(NamedTuple):
 
 
 def _described(result: Any, given: Sequence[Tensor]) -> _Results | None:
-    """What an operator has given for these tensors; `None` if there is more to it than shapes."""
+    """A description of an operator's result; `None` if it is more than new, ordinary tensors."""
     tensors = result if type(result) is tuple else (result,)
     if not all(isinstance(tensor, Tensor) and _is_bare(tensor) for tensor in tensors):
         return None

@@ -1,7 +1,7 @@
-"""Calls whose Python looks at values, and may do something else for other ones.
+"""Calls whose Python looks at values, and may do something else for other values.
 
-What they did when they were recorded is what the Python around them went by. So each is compared
-with it when it runs.
+The recorded Python around such a call depends on what the call did then. So whenever it runs, its
+result is compared with the recorded one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from penstock.capture.watching import version_of
 from penstock.errors import InputError
 
 Expected = tuple[Any, ...] | None
-"""What a leaf of a result is: `("data", it)` or `("tensor", sizes, dtype, layout, kind, gradient)`.
+"""What a leaf has to be: `("data", value)` or `("tensor", sizes, dtype, layout, kind, gradient)`.
 
-If it is `None`, it may be any object. Of the sizes, and of whether a gradient is required, what
-nobody has asked for is `None`; the kind is its class.
+`None` admits any object. `kind` is the class of the tensor, `gradient` whether it requires one.
+`None` among the sizes, for the kind or for the gradient admits any, as no Python depends on it.
 """
 
 
@@ -33,12 +33,12 @@ class Recorded:
     """What is known of a call's result.
 
     Attributes:
-        label: of the call.
-        path: the module that makes it.
-        asker: the module whose Python has asked for sizes of its result; `None` if none has.
-        structure: of the result.
-        written: the leaves of `(args, kwargs)` that it changed in place.
-        same: see `Call.same`.
+        label: the call's label.
+        path: the open module that makes the call.
+        asker: the module whose Python has read sizes of its result; `None` if none has.
+        structure: the structure of the result.
+        written: the numbers of the leaves of `(args, kwargs)` that it changed in place.
+        same: which objects the result's tensors were, see `Call.same`; `None` if any will do.
     """
 
     label: str
@@ -57,11 +57,11 @@ def looking(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a function, or a module, that looks at values.
+    """Call a function, or a module, that looks at values, and check that it does as recorded.
 
     Args:
         recorded: what is known of its result.
-        expected: the same of the leaves.
+        expected: what every leaf of the result has to be.
         function: what is called.
         args: positional arguments.
         kwargs: keyword arguments.
@@ -84,13 +84,14 @@ def looking(
 
 
 def same_as(result: Any, given: Sequence[Any]) -> Same:
-    """Which leaves of the arguments, or earlier ones of the result, the tensors in a result are.
-
-    And whether they are views of others.
+    """Which objects the tensors in a result are, and whether they are views of others.
 
     Args:
-        result: of a call.
+        result: the result of a call.
         given: the leaves of its arguments.
+
+    Returns:
+        for every tensor in the result what `Same` describes.
     """
     places = {id(leaf): k for k, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
     found = []
@@ -102,15 +103,15 @@ def same_as(result: Any, given: Sequence[Any]) -> Same:
 
 
 def apart(result: Any, given: Sequence[Any], written: Collection[int]) -> Any:
-    """A result whose tensors are objects of their own, each of them once.
+    """A result in which every tensor is an object of its own, and no argument.
 
-    One that is an argument, or there twice, may be another one for other values: under one name
-    they could not be told apart.
+    A tensor that is an argument, or occurs twice, may be a different one for other values. Under
+    one name, the recording could not distinguish these cases, so it is replaced by an alias.
 
     Args:
-        result: of a call.
+        result: the result of a call.
         given: the leaves of its arguments.
-        written: the ids of those that it has changed in place, which it may give.
+        written: the ids of the arguments that it has changed in place, which may be in the result.
     """
     taken = {id(leaf) for leaf in given if isinstance(leaf, torch.Tensor)}.difference(written)
 
@@ -135,15 +136,15 @@ def holds_still(leaves: Sequence[Any], structure: Structure | None, tree: object
 
 
 def as_recorded(recorded: Recorded, expected: Sequence[Expected], result: Any) -> Any:
-    """A result, if it is what the Python around the call may go by.
+    """The result of a call, after a check that it is as it was recorded.
 
     Args:
-        recorded: what is known of it.
-        expected: the same of its leaves.
-        result: of the call.
+        recorded: what is known of the result.
+        expected: what every leaf of the result has to be.
+        result: the result of the call.
 
     Raises:
-        InputError: it is another one.
+        InputError: the result has another structure, or a leaf is not what it has to be.
     """
     leaves, structure = flatten(result)
     if structure != recorded.structure:

@@ -87,7 +87,7 @@ def lower(
         half = Half(deferral) if deferral is not None and halved[number] else None
         lowering.call(number, trace.calls[number], half)
     lowering.graph.output(tuple(lowering.value(value) for value in outputs))
-    for node in lowering.graph.nodes:  # a parameter that only the result has belongs to the last
+    for node in lowering.graph.nodes:  # what is read for the result alone belongs to the last call
         if node.op not in ("placeholder", "output"):
             node.meta.setdefault("call", calls.stop - 1)
     module = StageModule(lowering.leaves, lowering.graph)
@@ -125,7 +125,7 @@ class _Lowering:
         return node
 
     def call(self, number: int, call: Call, half: Half | None = None) -> None:
-        """Append one call; each of its nodes says in `meta["call"]` where it belongs."""
+        """Append one call; `meta["call"]` of each new node says which call it is part of."""
         before = len(self.graph.nodes)
         args = self._build(call.args)
         kwargs = self._build(call.kwargs)
@@ -192,7 +192,7 @@ class _Lowering:
         return self.graph.call_function(function, args, kwargs)
 
     def _recorded(self, call: Call) -> tuple[fx.Node, list[Any]]:
-        """What is known of a call's result, and of its leaves, see `penstock.capture.looking`."""
+        """The node of a call's `Recorded`, and what every leaf of its result has to be."""
         leaves = enumerate(tree_leaves((call.args, call.kwargs)))
         written = frozenset(k for k, leaf in leaves if leaf in call.mutates)
         recorded = Recorded(
@@ -347,7 +347,7 @@ def assembled(
 
 
 def _attribute_path(path: str) -> str:
-    """Where a graph module has what the model has there: not in the place of its own attributes."""
+    """The path in a graph module for a path in the model; it avoids names that the former uses."""
     if path and path.partition(".")[0] in _TAKEN:
         return f"model_.{path}"
     return path or "model"
@@ -370,12 +370,12 @@ def _as_function(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- the module of a stage --------------------------------------------------------------------
 
 _PickledNode = tuple[str, str, Any, Any, Any, dict[str, Any]]
-"""An operation, its name, target, arguments, keyword arguments and what else is known of it."""
+"""The operation, name, target, arguments, keyword arguments and `meta["call"]` of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Stands for another node, in what is pickled."""
+    """Stands for the node of this name among the arguments of a node that is pickled."""
 
     name: str
 
@@ -407,11 +407,11 @@ class StageModule(fx.GraphModule):
             made += [child for child in module.children() if id(child) not in known]
 
     def recompile(self) -> PythonCode:
-        """Have the code of the graph as it is now, whose errors are raised as they are.
+        """Generate the code of the graph as it is now; errors in it are raised unchanged.
 
-        `fx` prints them as well, and drops their tracebacks. Here errors are raised with their
-        stage and micro-batch, and some are expected: whether calls take other sizes is tried.
-        `fx` also keeps the source for ever, which tracebacks show; here it goes with the module.
+        `fx` would print them as well, and drop their tracebacks. Here errors are raised with their
+        stage and micro-batch, and some are expected, as when other sizes are tried. `fx` would also
+        keep the source for tracebacks for ever; here it is dropped with the module.
         """
         code = super().recompile()
         type(self).__call__ = _CALL  # type: ignore[method-assign]
@@ -422,7 +422,8 @@ class StageModule(fx.GraphModule):
         """The same stretch, with others in the places of these modules.
 
         Args:
-            others: by the modules that they replace, which the stage calls by themselves.
+            others: for each module to replace the one to call instead. The stage has to call the
+                former directly, not inside another module.
         """
         restored, (leaves, nodes, training) = self.__reduce__()
         made: StageModule = restored(
@@ -434,8 +435,8 @@ class StageModule(fx.GraphModule):
         """The same stretch on another device.
 
         Args:
-            in_place_of: what takes the place of a leaf, or of a device among the arguments; all
-                else it gives back.
+            in_place_of: a function that returns what replaces a leaf, or a device among the
+                arguments, and returns anything else as it is.
         """
         restored, (leaves, nodes, training) = self.__reduce__()
         moved = [
