@@ -116,7 +116,7 @@ def attributes_of_all(model: nn.Module) -> dict[str, dict[str, Any]]:
 def owner_of(model: nn.Module, attribute: str) -> tuple[str, str]:
     """The path of the module that has an attribute, and its name there, without container keys."""
     parts, path = attribute.split("."), ""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     while (inner := f"{path}.{parts[0]}".lstrip(".")) in modules:
         path = inner
         parts.pop(0)

@@ -119,8 +119,9 @@ class Guards:
         reads = self.reads
         if (around := self._different_around()) is not None:
             return around
-        if any(type(p.find(self._model)) is not kind for p, kind in self._kinds.items()):
-            return next(iter(self._kinds))
+        for place, kind in self._kinds.items():
+            if type(place.find(self._model)) is not kind:
+                return place
         if self._outcomes:
             passed = reads.passed_in(self._model)
             if not come_out(self._outcomes, passed):

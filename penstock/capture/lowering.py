@@ -220,11 +220,10 @@ class _Lowering:
     # -- values ---------------------------------------------------------------------------
 
     def _attribute(self, attribute: Attribute) -> fx.Node:
-        path, _, last = attribute.name.rpartition(".")
-        name = _attribute_path(attribute.name)
-        if hasattr(nn.Module, last):  # a key of a dictionary, such as "cpu"
-            name = _attribute_path(f"{path}.{last}_")
-        self.leaves[name] = find(self.model, attribute.name)
+        value, name = find(self.model, attribute.name), _attribute_path(attribute.name)
+        while self.leaves.get(name, value) is not value or hasattr(nn.Module, name.split(".")[-1]):
+            name += "_"  # of an attribute such as "cpu", which modules have as a method
+        self.leaves[name] = value
         return self.graph.get_attr(name)
 
     def _result(self, ref: Ref) -> fx.Node:

@@ -34,7 +34,7 @@ def why_in_turns(program: Program) -> str:
 
 def why_no_recomputing(program: Program) -> str:
     """Why replicas of a model cannot recompute; empty if they can."""
-    modules = dict(program.model.named_modules())
+    modules = dict(program.model.named_modules(remove_duplicate=False))
     for name in program.train.changed:
         path, _ = owner_of(program.model, name)
         calls = [call for call in program.train.calls if call.target == path]
@@ -52,7 +52,7 @@ def may_have_a_twin(module: nn.Module) -> bool:
 
 
 def _reason(program: Program) -> str:
-    modules = dict(program.model.named_modules())
+    modules = dict(program.model.named_modules(remove_duplicate=False))
     for name in sorted(program.remembering):
         return f"a forward changes attributes of {_named(name)}"
     for name, module in modules.items():

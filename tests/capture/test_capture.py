@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.capture import Attribute, Key, Size
-from penstock.capture.attributes import find, put
+from penstock.capture.attributes import find, owner_of, put
 from penstock.capture.trees import flatten
 from tests.support.models import Case, UNet, cases, gpt2, mlp, own_forward
 from tests.zoo.crossing import HeldTensors
@@ -392,6 +392,32 @@ def test_tensors_in_containers_are_read_by_their_places() -> None:
     assert model.pair == (first, 3)
     assert model.tables["scale"] is first
     assert find(model, "anchors.name.0") is None
+
+
+class NamedLikeMethods(nn.Module):
+    """Has tensors under names that modules have methods of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.cpu = torch.randn(4)
+        self.part = nn.Module()
+        self.part.half, self.part.half_ = torch.randn(4), torch.randn(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x) * self.cpu + self.part.half
+        return self.layers[1](x) - self.part.half_
+
+
+def test_attributes_that_are_named_like_methods() -> None:
+    assert not ps.capture(NamedLikeMethods(), (torch.randn(3, 4),)).closed
+
+
+def test_a_module_of_several_names_has_its_attributes_by_each() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.ModuleDict({"a": nn.Sequential(norm), "b": nn.Sequential(norm)})
+    assert owner_of(model, "a.0.running_mean") == ("a.0", "running_mean")
+    assert owner_of(model, "b.0.running_mean") == ("b.0", "running_mean")
 
 
 class Cast(nn.Module):
