@@ -9,7 +9,12 @@ import torch
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What strides say besides the shape: whether there are gaps, and the order of dimensions."""
+    """What strides say besides the shape: whether there are gaps, and the order of dimensions.
+
+    Returns:
+        `("contiguous",)`; `("dense", dims)`; `("apart", dims)`, with gaps or overlaps; or the name
+        of a layout that is not strided. `dims` has the dimension with the largest stride first.
+    """
     if tensor.layout is not torch.strided:
         return (str(tensor.layout),)
     if tensor.is_contiguous():
@@ -25,7 +30,12 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The same, perhaps a copy, with its dimensions in the order of another's, or with gaps."""
+    """Return a tensor with its values laid out in memory like another one.
+
+    Args:
+        tensor: the tensor; returned itself if `other` is contiguous or not strided.
+        other: has the order of dimensions, and the gaps if there are any; of the same rank.
+    """
     kind, *order = layout(other)
     if kind not in ("dense", "apart"):
         return tensor

@@ -1,10 +1,10 @@
 """Forwards that hold little: weights on the `meta` device, and graphs without saved tensors.
 
-Whatever touches a weight on `meta` has shapes and dtypes but no values. What is made of the inputs
-alone keeps its values, so that Python may look at them. So models are captured whose weights are
-not there, and those that have weights are recorded at further sizes for next to nothing: only one
-size costs the time and the memory of running it. Where a forward asks for values, an exception says
-so, and it is run.
+What is computed from a weight on `meta` has a shape and a dtype, but no values. What is computed
+from the inputs alone keeps its values, so that Python may look at them. So models are captured
+whose weights are not there. Models that have weights are recorded at further sizes by shapes alone,
+for next to nothing: only one size costs the time and the memory of a forward. Where a forward asks
+for values, an exception says so, and it is run with them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Weightless:
         model: the model.
 
     Attributes:
-        known: what operators have given there.
+        known: the results of operators on `meta`, for reuse with the same shapes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,13 +70,14 @@ class Weightless:
         self._inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
 
     def run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call, on `meta` if anything that it works on is there.
+        """Run a call, on `meta` if any tensor that it works on is there.
 
-        Mixed with real ones, tensors on `meta` may give anything.
+        Its other tensors are moved to `meta` then: operators may give anything for a mixture.
 
         Raises:
-            Unrecordable: it needs values that are not there.
-            CaptureError: so does a closed module.
+            Unrecordable: a function needs values that are not there, or changes a tensor that has
+                values.
+            CaptureError: a closed module needs values that are not there.
         """
         module = self._model.get_submodule(call.target) if isinstance(call.target, str) else None
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -109,7 +110,7 @@ class Weightless:
         return result
 
     def values(self, trace: Trace, value: Ref) -> torch.Tensor:
-        """A value that is made of nothing but the inputs, computed with them."""
+        """Compute a value that depends on nothing but the inputs."""
         questions = trace.leading_to((value,))
         inputs = Cuts(questions).boundary(0)
         everything = range(len(questions.calls))
@@ -144,10 +145,18 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def completed(shapes: Trace, real: Trace) -> Trace:
-    """A recording of shapes, with what only a real one shows: what is drawn, and written; devices.
+    """Complete a recording on shapes alone with what only a recording with values shows.
 
-    So is which results share memory: kernels for `meta` may lay out theirs otherwise than those
-    that compute, and whether `contiguous()` copies depends on that.
+    This is what calls draw and write, the devices, and which results share memory: kernels for
+    `meta` may lay out results otherwise than kernels that compute, and whether `contiguous()`
+    copies depends on that.
+
+    Args:
+        shapes: the recording on shapes alone.
+        real: a recording with values, perhaps at another size.
+
+    Returns:
+        the completed recording; `shapes` itself if the two differ in their number of calls.
     """
     if len(shapes.calls) != len(real.calls):
         return shapes
@@ -186,7 +195,7 @@ def _completed(call: Call, real: Call) -> Call:
 
 
 def _stored_as(info: Any, real: object) -> Any:
-    """What is known of a tensor, in the memory where a real one was."""
+    """A tensor's description, with the storage of the real recording; anything else as it is."""
     if isinstance(info, TensorInfo) and isinstance(real, TensorInfo):
         return replace(info, storage=real.storage)
     return info

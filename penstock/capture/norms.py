@@ -1,4 +1,4 @@
-"""Which modules are BatchNorms that use their running statistics as torch's own do."""
+"""Which BatchNorms and InstanceNorms use their running statistics as torch's own do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.capture.attributes import HOOKS_OF_MODULES
 from penstock.torch_internals import BatchNorm, InstanceNorm
 
 NORMS = (BatchNorm.forward, InstanceNorm.forward)
-"""While they train, their backwards do not use the running statistics that forwards change."""
+"""Forwards of norms whose backwards, in training, do not use the running statistics."""
 
 _KNOWN = ("timm.layers.norm_act.BatchNormAct2d",)
 """Classes of others whose forwards do nothing with these statistics but pass them to `batch_norm`.
@@ -21,7 +21,10 @@ a mistake would be a wrong gradient.
 
 
 def is_small_norm(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm with something without weights besides, such as an activation."""
+    """Whether a module is a BatchNorm whose children, if any, have no parameters or buffers.
+
+    A child may be an activation, for instance.
+    """
     return isinstance(module, BatchNorm) and not any(
         True for child in module.children() for _ in chain(child.parameters(), child.buffers())
     )
@@ -30,7 +33,8 @@ def is_small_norm(module: nn.Module) -> bool:
 def only_normalises(module: nn.Module) -> bool:
     """Whether the backwards of a norm in training do not use its running statistics.
 
-    So it is if its forward is torch's own, or one that is known, and no hook of the user's sees it.
+    Its forward has to be torch's own, or that of a class in `_KNOWN`, and neither it nor its
+    children may have hooks of the user's or a forward of their own.
     """
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"

@@ -1,7 +1,7 @@
 """Numbers in attributes and arguments that change, passed in instead of being recorded.
 
-While a forward is recorded, such a number is in its place as one that remembers how others are made
-of it: arithmetic gives an expression, comparisons are noted.
+While a forward is recorded, an object stands for such a number that follows what Python makes of
+it: arithmetic gives an expression, and comparisons are noted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
-# What comes of these is a constant of the recording, which holds where they give the same again.
+# Their results are constants of the recording, which holds only if they are the same again.
 _STEPS: dict[str, Callable[..., Any]] = {
     "int": int,
     "float": float,
@@ -58,8 +58,8 @@ class Number(Leaf):
     """A number made of those that are passed in.
 
     Attributes:
-        made: by which operator; `"named"` for one that is passed in.
-        of: what it is made of; its name then.
+        made: the operator that makes it; `"named"` if it is one that is passed in.
+        of: the operands; for `"named"` the name alone.
     """
 
     made: str
@@ -73,7 +73,7 @@ class Number(Leaf):
         return _OPERATORS[self.made](*operands)
 
     def names(self) -> frozenset[str]:
-        """Of the numbers that are passed in of which it is made."""
+        """The names of the passed-in numbers of which it is made."""
         if self.made == "named":
             return frozenset(self.of)
         return frozenset().union(*(o.names() for o in self.of if isinstance(o, Number)))
@@ -89,7 +89,12 @@ Outcome = tuple[Number, bool]
 
 
 def come_out(outcomes: Iterable[Outcome], passed: Mapping[str, Any]) -> bool:
-    """Whether comparisons come out with these numbers as they did."""
+    """Whether comparisons have the same results with these numbers.
+
+    Args:
+        outcomes: the comparisons, with their results.
+        passed: the numbers that are passed in, by name.
+    """
     try:
         return all(number.at(passed) is outcome for number, outcome in outcomes)
     except (ArithmeticError, ValueError):  # 1 / 0, int(nan): it is another way at least
@@ -103,10 +108,10 @@ def at(number: Number, sizes: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Where a number is that is an argument: among the leaves of the inputs.
+    """The place of a number that is an argument.
 
     Attributes:
-        leaf: which of them it is.
+        leaf: its index among the leaves of the inputs.
     """
 
     leaf: int
@@ -116,7 +121,7 @@ class Given:
 
 
 Where = Place | Given
-"""Where a number is that can be passed in."""
+"""The place of a number that can be passed in."""
 
 
 def found(model: nn.Module, leaves: Sequence[Any], where: Where) -> Any:
@@ -130,7 +135,13 @@ def name_of(place: Where) -> str:
 
 
 class Followed:
-    """A number that remembers how others are made of it. One of its subclasses is a number."""
+    """Base of numbers that remember how others are made of them, `_Float` and `_Int`.
+
+    Attributes:
+        plain: the plain Python number.
+        number: the expression that it is.
+        note: called with every comparison that Python makes of it.
+    """
 
     plain: Numeric
     number: Number
@@ -163,7 +174,7 @@ class _Int(Followed, int):
 
 
 def followed(plain: Numeric, number: Number, note: Callable[[Outcome], None]) -> Any:
-    """The number, which remembers that it is this expression."""
+    """Return a number that remembers that it is this expression, and notes comparisons of it."""
     kind = _Float if type(plain) is float else _Int
     made = kind(plain)
     made.plain, made.number, made.note = plain, number, note
@@ -227,7 +238,7 @@ for _name in _STEPS:
 
 @contextmanager
 def put(model: nn.Module, leaves: list[Any], numbers: Mapping[Where, Numeric]) -> Iterator[None]:
-    """While open, these numbers are in these places."""
+    """While open, these places of the model, and of `leaves`, have these numbers."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     given = list(leaves)
     try:
@@ -248,7 +259,7 @@ def put(model: nn.Module, leaves: list[Any], numbers: Mapping[Where, Numeric]) -
 
 
 def can_be_put(model: nn.Module, place: Where) -> bool:
-    """Whether a number there is an argument, or an attribute of the object itself or its class."""
+    """Whether a number there can be replaced: it is an argument, or its owner has a `__dict__`."""
     if isinstance(place, Given):
         return True
     owner = place.owner(model)
@@ -260,7 +271,11 @@ def alternatives(
 ) -> list[dict[Where, Numeric]]:
     """Other values of these numbers, with which all comparisons come out as they did.
 
-    Those of an earlier recording first, then some on the way there, where most are allowed too.
+    Args:
+        now: the numbers with their present values.
+        then: the same numbers with other values, which are tried first; then values in between,
+            closer and closer to `now`.
+        outcomes: the comparisons, with their results.
     """
     found = []
     for share in (1, 0.5, 0.125, 0.015625):
@@ -275,10 +290,10 @@ def alternatives(
 def further(
     now: Mapping[Where, Numeric], then: Mapping[Where, Numeric], outcomes: Sequence[Outcome]
 ) -> list[dict[Where, Numeric]]:
-    """Values to which these numbers may come if they go on as they do.
+    """Values that these numbers would come to if they went on changing as from `then` to `now`.
 
-    What C makes of a number cannot be followed (`range(self.k)`, `numpy.interp`), and may be the
-    same for a while.
+    What C makes of a number cannot be followed (`range(self.k)`, `numpy.interp`), and may stay the
+    same for small changes.
     """
     found = []
     floats = any(type(number) is float for number in now.values())

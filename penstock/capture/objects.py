@@ -27,8 +27,8 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 _DEPTH = 8
 _MOST = 4096  # things that are looked at
-_LONG = 4096  # entries of a container, beyond which nobody asks what they hold themselves
-_ARRAY_BYTES = 1 << 20  # of an array that is copied
+_LONG = 4096  # entries of a container; those of longer ones are not looked into
+_ARRAY_BYTES = 1 << 20  # the largest array that is copied
 _ARRAYS = (np.ndarray, bytearray, array.array)
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type, nn.Parameter})
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "abc", "enum")
@@ -44,14 +44,14 @@ class Objects:
     bound methods and closures are looked into as well; modules and tensors are not.
 
     Args:
-        modules: whose attributes.
-        swapped: the types of containers that are left out where a module itself has them; what
-            they hold is looked at all the same.
+        modules: the modules whose attributes are followed.
+        swapped: types of containers that are left out if a module itself has them; what such a
+            container holds is looked at all the same.
         classes: whether attributes of the classes count, too, and defaults of their functions.
 
     Attributes:
-        generators: those that were found, by id.
-        roots: for all that was found, by id, the attribute that has led to it first.
+        generators: the random generators that were found, by id.
+        roots: for every object, container and array, by id, the attribute that led to it first.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Objects:
         Args:
             value: the thing.
             root: the attribute that leads to it.
-            depth: how far to go.
+            depth: how many steps to follow from here.
             outside: whether a module itself has it, perhaps in a container.
         """
         kind = type(value)
@@ -114,7 +114,7 @@ class Objects:
                 self._look(value, root, _DEPTH)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that they hold, apart from parameters and what is made of these."""
+        """The tensors that they hold, apart from those that require gradients or are on `meta`."""
         for held in self._held.values():
             for item in held.items():
                 if isinstance(item, torch.Tensor) and not (item.requires_grad or item.is_meta):
@@ -154,11 +154,14 @@ def uncompiled(model: nn.Module) -> list[nn.Module]:
 
 
 def shared(model: nn.Module, changed: Objects) -> tuple[tuple[str, frozenset[str]], ...]:
-    """The things that hold something else now and that several modules lead to, with their names.
+    """The objects that have changed and that several modules lead to.
 
     Args:
-        model: whose modules.
+        model: the model.
         changed: what its modules led to before.
+
+    Returns:
+        for each of them what it is in words, and the names of these modules.
     """
     things = changed.changed()
     users: dict[int, list[str]] = {}
@@ -176,12 +179,12 @@ def shared(model: nn.Module, changed: Objects) -> tuple[tuple[str, frozenset[str
 def remembering(
     model: nn.Module, before: Mapping[str, Mapping[str, Any]], objects: Objects
 ) -> frozenset[str]:
-    """The names of modules whose attributes are others now, or lead to what holds something else.
+    """The names of modules whose attributes have changed, or lead to an object that has.
 
     Args:
-        model: whose modules.
-        before: what `attributes_of_all` gave.
-        objects: what its modules led to before.
+        model: the model.
+        before: what `attributes_of_all` gave earlier.
+        objects: what the model's modules led to then.
     """
     missing = object()
     found = {
@@ -250,7 +253,10 @@ class _Held:
 
 
 class _Class(_Held):
-    """A class: its attributes that are data, and the defaults of its functions."""
+    """A class: its attributes, without those whose names begin with `__`.
+
+    Of its functions, what their defaults and closures hold is looked at.
+    """
 
     def now(self) -> tuple[Any, ...]:
         return tuple(item for item in vars(self.thing).items() if not item[0].startswith("__"))
@@ -344,7 +350,7 @@ _KINDS: WeakKeyDictionary[type, type[_Held] | None] = WeakKeyDictionary()
 
 
 def _kind_of(value: object) -> type[_Held] | None:
-    """How what it holds is put back; `None` if it holds nothing that can be."""
+    """The class that puts back what a value holds; `None` if nothing that it holds can be."""
     kind = type(value)
     if kind not in _KINDS:
         if isinstance(value, (dict, list, deque, set)):
@@ -368,7 +374,7 @@ def _is_kept(value: Any) -> bool:
 
 
 def _parts(value: object) -> list[Any]:
-    """What something leads to that is not kept itself."""
+    """What a value leads to that is not put back itself, such as a tuple, a method or a closure."""
     if isinstance(value, (list, tuple, set, deque)):
         return list(value)
     if isinstance(value, dict):

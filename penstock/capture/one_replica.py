@@ -1,9 +1,9 @@
-"""What keeps a model from being run by several replicas at the same time, or makes that useless.
+"""Why a model cannot be run by several replicas at the same time, or gains nothing from it.
 
-What a forward changes and a later one finds again has to be changed by one micro-batch after the
-other. Modules that do so wait for one another among replicas. Where these are BatchNorms, which
-take little of the time, everything else runs at the same time; others may take nearly all of it,
-and what is not in a buffer, replicas in other processes do not see at all.
+If a forward changes something that a later forward reads, micro-batches have to change it one after
+the other, so replicas wait for one another at the modules that do so. If these are BatchNorms,
+which take little of the time, everything else still runs at the same time. Other modules may take
+nearly all of it. Changes of what is not in a buffer are not seen by replicas in other processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def why_no_recomputing(program: Program) -> str:
 
 
 def may_have_a_twin(module: nn.Module) -> bool:
-    """Whether it is a norm whose call runs nothing that knows the module itself: hooks, say."""
+    """Whether a module is a norm that a copy can stand in for.
+
+    Nothing that its call runs may know the module itself, so it has no hooks, no children, and is
+    not compiled.
+    """
     if getattr(type(module), "forward", None) not in NORMS:  # a scripted one has none
         return False
     return not (is_patched(module) or any(module.children()) or is_compiled(module))

@@ -21,9 +21,9 @@ _TIED = (nn.Linear, nn.Embedding)  # opened before a recording, where they share
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 _COLLECTING = ("transformers.utils.output_capturing",)
-"""Where hooks come from that only collect what a forward makes, while it is called for that.
+"""Python modules whose hooks only collect what a forward makes, when it is called for that.
 
-transformers installs them when outputs such as hidden states are first asked for, and leaves them.
+transformers installs them when outputs such as hidden states are first wanted, and leaves them.
 They act while a forward is recorded; what they collect is then a result of the recording.
 """
 
@@ -39,10 +39,10 @@ def _has_forward_hooks(module: nn.Module) -> bool:
 
 
 def check_no_global_hooks() -> None:
-    """Raise if there are hooks of all modules.
+    """Raise if there are global module hooks, which run around every module.
 
     Raises:
-        InputError: there is one.
+        InputError: there are.
     """
     if any(GLOBAL_HOOKS):
         raise InputError(
@@ -53,15 +53,19 @@ def check_no_global_hooks() -> None:
 
 
 class Opening:
-    """Which modules the program looks inside, and why it does not into the others.
+    """Which modules the program looks inside, and why it does not look inside others.
+
+    Args:
+        model: the model.
+        keep_closed: qualified names of modules that the user wants to be one call.
 
     Attributes:
-        modules: all of the model, by qualified name.
-        closed: why it does not look inside these.
-        functions: which plain functions it does not look inside.
-        forced: those that it does look inside for what they share.
-        sized: those that it does not, and whose results are as large as values say; and the
-            identities of other calls of which that is true.
+        modules: all modules of the model, by qualified name.
+        closed: the modules that it must not look inside, by qualified name, with the reason.
+        functions: the plain functions that it does not look inside.
+        forced: the modules that it looks inside because they share a parameter or a buffer.
+        sized: the closed modules, by qualified name, and the other calls, by identity, that give
+            results whose sizes depend on values.
         saves: whether forwards are recorded with all that their backwards need.
         without_values: whether forwards may be recorded on shapes alone, which compiled code and
             hooks are not given.
@@ -134,13 +138,15 @@ class Opening:
                     self.closed.setdefault(other, why)
 
     def note_sizes(self, found: Collection[str | int]) -> bool:
-        """Note closed modules whose results are as large as values say, and all of their classes.
+        """Note calls that give results whose sizes depend on values.
+
+        If one is a closed module, all modules of its class are noted.
 
         Args:
-            found: the modules, and the identities of other calls.
+            found: qualified names of closed modules, and identities of other calls.
 
         Returns:
-            whether there are others than before.
+            whether any of these are new.
         """
         kinds = {type(self.modules[path]) for path in found if isinstance(path, str)}
         before = len(self.sized)
@@ -152,9 +158,11 @@ class Opening:
         """Open the closed modules that share a parameter or buffer with another call.
 
         Then the parameter is read by the program itself, and can cross a cut like any value.
+        Modules that were opened ahead of the recording, and share nothing after all, are no longer
+        forced open.
 
         Returns:
-            whether others are open now.
+            whether other modules are open now than before.
         """
         users: dict[str, set[int]] = {}
         paths: dict[str, set[str]] = {}
@@ -172,7 +180,8 @@ class Opening:
             for call in trace.calls
             if isinstance(call.target, str) and any(len(users[n]) > 1 for n in call.hidden)
         }
-        # Those in a closed module stay closed even so, and keep what shares with them together.
+        # Modules inside a closed one stay closed all the same; no cut comes between the calls that
+        # share a parameter with it.
         able = (p for p in shared - self.forced if p not in self.closed)
         new = {p for p in able if not self.is_open(p)}
         self.forced |= new
@@ -185,10 +194,11 @@ def _wants_values(module: nn.Module) -> bool:
 
 
 def check_example(model: object, args: object, kwargs: object, dynamic: object) -> None:
-    """Raise if this is no model, or no example of what it is called with.
+    """Raise unless these are a model and an example of its arguments that can be recorded.
 
     Raises:
-        InputError: it is not; parameters have no sizes yet; or there are hooks of all modules.
+        InputError: an argument is of another type, or there is no example; the model has parameters
+            without sizes (lazy modules); or there are global module hooks.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not an nn.Module")

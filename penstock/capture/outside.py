@@ -1,7 +1,7 @@
 """Tensors that a closed module uses though it does not contain them.
 
-A module may refer to another one by an attribute that registers nothing: a list with its parent,
-a bound method. Whatever it uses of that, nobody sees who only knows what it contains.
+A module may refer to another one by an attribute that registers nothing: a list with its parent, a
+bound method. What it uses of that other module does not show in what it contains.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def leads_outside(module: nn.Module, paths: Mapping[int, str]) -> bool:
 
 
 class UsedOutside(TorchFunctionMode):
-    """Notes which tensors of the model functions are given that a module does not contain.
+    """While open, notes which tensors functions are given that a module does not contain.
 
-    Those that only say of what kind a tensor is do not count.
+    Functions that only read metadata of a tensor, such as its shape, do not count.
 
     Args:
-        model: the model.
-        module: the module, which is called meanwhile; `None` if a function is.
-        given: what it is called with.
+        model: the model; only its tensors are noted.
+        module: the module that is called meanwhile; `None` if a function is.
+        given: the leaves of the arguments of that call, which are not noted.
 
     Attributes:
-        names: of the tensors.
+        names: the qualified names of these tensors, as keys.
     """
 
     def __init__(self, model: nn.Module, module: nn.Module | None, given: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""A way through a model on which numbers that change are values that are passed in."""
+"""Records a way through a model with numbers that change passed in as values."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def passing_in(
 ) -> Trace:
     """Record one way, with numbers in attributes and arguments as values that are passed in.
 
-    Where the trace says something else than the model does at other numbers, they stay constants:
-    Python has made something of them that cannot be followed (`math.sqrt(self.temperature)`).
+    All numbers are tried together, and one by one if that fails. A number stays a constant if the
+    trace does not say what the model does with other values of it, because Python has made
+    something of it that cannot be followed (`math.sqrt(self.temperature)`).
 
     Args:
-        model: whose forward.
-        leaves: of the inputs.
-        then: the numbers that change, with another value of each.
-        recorded: records it, with these numbers passed in.
-        again: records it once at `sizes`, as it is.
-        sizes: of inputs.
+        model: the model whose forward is recorded.
+        leaves: the leaves of the inputs.
+        then: the numbers that change, each with another value than it has now.
+        recorded: records the forward with these numbers passed in.
+        again: records the forward once at `sizes`, with all numbers as constants.
+        sizes: the sizes of the inputs.
     """
     able = {place: number for place, number in then.items() if can_be_put(model, place)}
     groups = [able] if len(able) < 2 else [able, *({p: n} for p, n in able.items())]
@@ -63,7 +64,7 @@ class _Attempt:
 
     Attributes:
         model, leaves, recorded, again, sizes: see `passing_in`.
-        now: the numbers as they are.
+        now: the numbers with their present values.
     """
 
     model: nn.Module
@@ -74,7 +75,11 @@ class _Attempt:
     sizes: Sizes
 
     def succeeds(self, then: Mapping[Where, Numeric]) -> bool:
-        """Whether a trace with these numbers passed in says what the model does at others."""
+        """Whether a trace with these numbers passed in says what the model does at other values.
+
+        Args:
+            then: the numbers, each with another value.
+        """
         try:
             trace = self.recorded(self.now)
             outcomes = trace.reads.outcomes
@@ -87,14 +92,20 @@ class _Attempt:
             for numbers in further(self.now, then, outcomes) if others else ():
                 if not self._is_as_traced(trace, numbers, or_refused=True):
                     return False
-        except Exception:  # with a number that the model cannot have, or one it cannot follow
+        except Exception:  # the model refuses a value, or a number cannot be followed
             return False
         return bool(others)
 
     def _is_as_traced(
         self, trace: Trace, numbers: Mapping[Where, Numeric], or_refused: bool = False
     ) -> bool:
-        """Whether the model does with numbers what the trace says, if it takes them at all."""
+        """Whether the model does with numbers what the trace says.
+
+        Args:
+            trace: a recording with these numbers passed in.
+            numbers: the numbers, with the values to compare at.
+            or_refused: whether it also counts as a yes if the model raises an exception.
+        """
         try:
             with put(self.model, self.leaves, numbers):
                 once_more = self.again()

@@ -1,4 +1,4 @@
-"""Where Python finds what is no tensor: attributes of modules, and of what hangs on them."""
+"""Where Python finds values other than tensors: attributes of modules, and of their objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALARS = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
-"""Plain data that cannot be changed, and that is equal or not."""
+"""Types of plain data that cannot be changed and is compared by equality."""
 
 INTERNAL = frozenset(vars(nn.Module()))
 """The attributes that every module has for its own use, and `training`."""
@@ -38,11 +38,11 @@ class _Missing(Enum):
 
 
 MISSING: Final = _Missing.MISSING
-"""What is found where nothing is."""
+"""Stands for the value of an attribute or item that does not exist."""
 
 
 class Item(str):
-    """The name of what a container holds, beside those of attributes.
+    """The name of an item of a container, for a `Place`, among names of attributes.
 
     Args:
         key: the index or the key.
@@ -58,11 +58,12 @@ class Item(str):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An attribute, by the way that leads to it.
+    """An attribute of a module, or of an object that one of its attributes leads to.
 
     Attributes:
-        module: the qualified name of the module where the way begins.
-        names: of the attributes, one after the other: `("config", "temperature")`.
+        module: the qualified name of the module where the way to the attribute begins.
+        names: the names of the attributes on this way, the last one its own:
+            `("config", "temperature")`.
     """
 
     module: str
@@ -164,7 +165,10 @@ def static(kind: type, name: str) -> Any:
 
 
 def overrides_lookup(obj: object) -> bool:
-    """Whether an object of a helper's class finds its attributes by code of its own."""
+    """Whether an object's class has a `__getattribute__` written in Python; `False` for modules.
+
+    One that `noting` has made does not count.
+    """
     kind = type(obj)
     found = static(kind, "__getattribute__")
     found = getattr(found, "finds", found)
@@ -172,7 +176,12 @@ def overrides_lookup(obj: object) -> bool:
 
 
 def noting(kind: type, note: Callable[[Any, str, Any], None]) -> Callable[[Any, str], Any]:
-    """A class's `__getattribute__` that notes what it finds."""
+    """Return a `__getattribute__` for a class that notes all that is looked up.
+
+    Args:
+        kind: the class.
+        note: called with the object, the name, and the value that was found, or `MISSING`.
+    """
     finds: Callable[[Any, str], Any] = getattr(kind, "__getattribute__")  # noqa: B009 - as it is
 
     def get_attribute(obj: object, name: str) -> Any:
@@ -189,7 +198,11 @@ def noting(kind: type, note: Callable[[Any, str, Any], None]) -> Callable[[Any, 
 
 
 def is_helper(value: object) -> bool:
-    """Whether this is an object of a class in Python, the reads of whose attributes can be seen."""
+    """Whether a value is an object of a class in Python whose attribute reads can be noted.
+
+    Modules, tensors, functions, built-in containers and plain data are none, nor are objects of
+    torch or numpy.
+    """
     kind = type(value)
     if isinstance(value, (nn.Module, torch.Tensor, type, Enum, *_FUNCTIONS, *SCALARS)):
         return False
@@ -204,7 +217,14 @@ def is_helper(value: object) -> bool:
 
 
 class Opaque:
-    """A tensor or a module, or something else that nobody can look into: it is itself or not."""
+    """A tensor, a module, or something else that cannot be looked into; compared by identity.
+
+    Bound methods, which are made anew at every access, are compared by equality.
+
+    Attributes:
+        value: the value itself.
+        is_part: whether it is a tensor or a module.
+    """
 
     __slots__ = ("is_part", "value")
 
@@ -225,7 +245,14 @@ class Opaque:
 
 
 def frozen(value: object, depth: int = 8) -> Any:
-    """What is compared of a value: equal for values that a forward cannot tell from each other."""
+    """Return what is compared of a value: equal if a forward cannot tell the values apart.
+
+    Of a helper only the class is compared: its attributes have places of their own.
+
+    Args:
+        value: the value.
+        depth: how many levels of containers are looked into; containers below are `Opaque`.
+    """
     if isinstance(value, float):
         return type(value), float(value).hex()  # 0.0 is not -0.0, and no number is no number
     if isinstance(value, (*SCALARS, Enum)):
@@ -253,7 +280,7 @@ def _key(key: object) -> Any:
 
 
 def parts_of(frozen_value: object) -> Iterator[Any]:
-    """The tensors and modules in something that was frozen."""
+    """The tensors and modules in what `frozen` has given, each as an `Opaque`."""
     if isinstance(frozen_value, Opaque):
         if frozen_value.is_part:
             yield frozen_value

@@ -35,10 +35,11 @@ _MOST_BYTES_IN_OBJECTS = 256 << 20
 class Parameters:
     """Copies of a model's parameters, for forwards that write them (few do).
 
-    Models of more than 4 GiB are not copied: it is noticed if one is written.
+    Models of more than 4 GiB are not copied: `restore` raises if one of their parameters is
+    written.
 
     Attributes:
-        written: the names of those that were.
+        written: the names of the parameters that were written.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +50,7 @@ class Parameters:
         self._kept = [(p, p._version, p.detach().clone() if small else None) for p in parameters]
 
     def compare(self) -> None:
-        """Note what was written without a version to show it, through `.data` for instance."""
+        """Note parameters that were written without a new version, through `.data` for instance."""
         for parameter, _, copied in self._kept:
             if copied is None or copied.is_meta:
                 continue
@@ -57,13 +58,13 @@ class Parameters:
                 self.written.add(self._names[id(parameter)])
 
     def restore(self, thoroughly: bool = False) -> None:
-        """Put back what was written since.
+        """Put back the parameters that were written since.
 
         Args:
-            thoroughly: also what has no version to show that it was.
+            thoroughly: also those whose version does not show it, see `compare`.
 
         Raises:
-            CaptureError: there is no copy of it.
+            CaptureError: there is no copy of a parameter that was written.
         """
         if thoroughly:
             self.compare()
@@ -83,12 +84,16 @@ class Parameters:
 
 @contextmanager
 def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterator[None]:
-    """Whatever runs inside, `model` and the random generators leave as they came.
+    """While open, whatever runs leaves `model` and the random generators as they were.
 
     Buffers, and attributes that are tensors or plain containers, are swapped for copies meanwhile,
-    so that the user's own are never written at all; every module's attributes and training flag,
-    and the generators' states, are put back. So are parameters, if there are copies, and what
-    plain objects hold that attributes lead to (`penstock.capture.objects`).
+    so that the user's own are never written at all. Every module's attributes and training flag,
+    and the generators' states, are put back, as is what plain objects hold that attributes lead to
+    (`penstock.capture.objects`).
+
+    Args:
+        model: the model.
+        parameters: copies of the parameters, to put these back as well; `None` to leave them.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     compiled = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
@@ -112,7 +117,7 @@ def untouched(model: nn.Module, parameters: Parameters | None = None) -> Iterato
 
 @contextmanager
 def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While open, parameters have none of their gradients; what backwards leave is dropped."""
+    """While open, parameters start without gradients; afterwards they have their old ones again."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
@@ -125,13 +130,13 @@ def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Whatever runs inside, these buffers stay the same tensors, with what they hold.
+    """Afterwards, these buffers are the same tensors as before, with the same contents.
 
     They are not swapped for others meanwhile, and are written only if they have changed.
 
     Args:
-        model: that has them.
-        names: of buffers; others are left out.
+        model: the model that has them.
+        names: qualified names of buffers; any other names are ignored.
     """
     before = []
     for name in names:
@@ -160,7 +165,13 @@ def entries(container: Any) -> dict[Any, Any]:
 def put_back(
     module: nn.Module, attributes: dict[str, Any], contents: dict[str, dict[Any, Any]]
 ) -> None:
-    """Give a module back its attributes, and some of them, which are containers, what they held."""
+    """Give a module back its attributes, and containers among them what they held.
+
+    Args:
+        module: the module.
+        attributes: its `__dict__` as it was.
+        contents: for the names of containers what they held, see `entries`.
+    """
     module.__dict__.clear()
     module.__dict__.update(attributes)
     for name, held in contents.items():
@@ -173,7 +184,7 @@ def put_back(
 
 
 def own_generators(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The generators that a module holds, by the attributes that are them or have them."""
+    """Yield a module's attributes with the generators that they are, or hold in containers."""
     for name, value in vars(module).items():
         if name in INTERNAL:
             continue
@@ -234,11 +245,11 @@ def objects_kept(
     Tensors that these objects hold are swapped for copies meanwhile, unless they are large.
 
     Args:
-        modules: whose attributes.
+        modules: the modules whose attributes are followed.
         swapped: see `penstock.capture.objects.Objects`.
 
     Yields:
-        the copies by the ids of the originals. What is put back counts as a copy of itself.
+        for the ids of originals their copies; an object that is put back stands for itself there.
     """
     uncompiled = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
     objects = Objects(uncompiled, swapped, classes=True)
@@ -258,7 +269,7 @@ def objects_kept(
 
 @contextmanager
 def _compiled_untouched(modules: list[torch.jit.ScriptModule]) -> Iterator[None]:
-    """The same for what torch.jit compiled: nothing can be swapped there, so it is put back."""
+    """Like `untouched`, for modules of torch.jit, whose buffers are put back and not swapped."""
     flags = [module.training for module in modules]
     buffers = [(b, b.detach().clone()) for m in modules for b in m.buffers(recurse=False)]
     try:

@@ -30,7 +30,7 @@ from penstock.errors import PlanError
 
 
 def _uses(trace: Trace) -> dict[str, range]:
-    """From which call to which parameters and buffers are used, by their names."""
+    """For every parameter and buffer, by name, the calls from its first use to its last."""
     uses: dict[str, range] = {}
     for number, call in enumerate(trace.calls):
         read = (value.name for value in call.reads() if isinstance(value, Attribute))
@@ -54,7 +54,8 @@ class StageProgram:
         overwritten: the positions of inputs that are changed in place, here or later.
         taken: the leaves of the program's inputs that the module takes after `inputs`, and that
             stay with the stage.
-        kept: the leaves of its result that the module returns after `outputs`, likewise.
+        kept: the leaves of the program's result that the module returns after `outputs`, and that
+            stay with the stage.
     """
 
     module: fx.GraphModule
@@ -80,7 +81,8 @@ class Program:
         varying: which dimensions of the inputs vary.
         example: the leaves of the example inputs.
         closed: for every closed module, by qualified name, why it is one call.
-        closed_functions: the same for plain functions, by name with that of their Python module.
+        closed_functions: for every closed plain function why it is one call, by the name of its
+            Python module and its own.
         is_open: a function of a module's name: whether the module is open.
         functions: which plain functions are closed.
         was_on_meta: whether the model was captured without weights.
@@ -88,7 +90,8 @@ class Program:
         signatures: the signatures of the calls so far.
         recordings: the recordings of all ways taken so far.
         left: qualified names of attributes in which a forward leaves tensors or floats.
-        remembering: names of modules whose attributes are others after a forward, or hold others.
+        remembering: names of modules whose attributes differ after a forward, or lead to objects
+            that do.
     """
 
     def __init__(
@@ -177,7 +180,14 @@ class Program:
     def fresh(
         self, trace: Trace, key: Key, model: nn.Module, varying: Varying
     ) -> Callable[[Sequence[Any]], Any]:
-        """What replays a trace on leaves of inputs, with these tensors and this key every time."""
+        """Return a function that replays a trace on leaves of inputs, always with the same key.
+
+        Args:
+            trace: the trace.
+            key: the random key.
+            model: the program's model or a copy of it, whose tensors are used.
+            varying: which dimensions of the inputs vary.
+        """
         crossing = Cuts(trace)
         inputs, outputs = crossing.boundary(0), crossing.results
         device = META if is_on_meta(model) else None
@@ -217,10 +227,10 @@ class Program:
         return {**self.example_sizes, ROWS: rows}
 
     def explain(self, seconds: Sequence[float] | None = None) -> Explanation:
-        """What it does, call by call, where it can be cut, and why modules stayed closed.
+        """What the program does, call by call, where it can be cut, and why modules stayed closed.
 
         Args:
-            seconds: of every call, to be shown as well: `profile.call_seconds()`.
+            seconds: the seconds of every call, to be shown as well: `profile.call_seconds()`.
         """
         closed = self.closed, self.closed_functions
         return explain(self.model, self.cuts, self.eval, self.example_sizes, *closed, seconds)
@@ -233,7 +243,10 @@ class Program:
         return Cuts(self.train, alike=self._alike_in(self.train))
 
     def _alike_in(self, trace: Trace) -> dict[str, str]:
-        """For all names of tensors one that shares their memory, if the forward changes some."""
+        """For the names of all tensors the name of one that shares their memory.
+
+        It is empty if the forward changes no tensor.
+        """
         if not trace.changed and not any(call.mutates for call in trace.calls):
             return {}
         return alike(named_tensors(self.model))
@@ -292,10 +305,11 @@ class Program:
         """Like `stages`, for any way through the model.
 
         Args:
-            trace: of the way.
+            trace: the trace of the way.
             cuts: before which calls of the training trace the program is cut.
             devices: where each stage will run.
-            deferrals: where the stages leave the weight halves of backwards, if they do.
+            deferrals: for every stage what collects the weight halves of its backwards; `None` if
+                it does not defer them.
             apart: the inputs and results that stay with their stages.
         """
         is_plain = trace is self.train and apart == NOTHING
@@ -324,10 +338,16 @@ class Program:
     def _alike(
         self, trace: Trace, cuts: Sequence[int], apart: KeptInStages = NOTHING
     ) -> tuple[list[int], Cuts]:
-        """The cuts of another trace that correspond to these of the training trace, and its `Cuts`.
+        """Return the cuts of a trace that correspond to cuts of the training trace, and its `Cuts`.
 
-        They are next to the same calls, as far as no weight gets into an earlier stage there. One
-        that is first used in a later stage is still read in its own, and passed on.
+        They are next to the same calls, unless a weight would get into an earlier stage than in
+        training. A weight that is first used in a later stage is still read in the stage that has
+        it in training, and passed on.
+
+        Args:
+            trace: the other trace.
+            cuts: before which calls of the training trace the program is cut.
+            apart: the inputs and results that stay with their stages.
         """
         ours, theirs = ([(c.path, c.label) for c in t.calls] for t in (self.train, trace))
         blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()

@@ -23,7 +23,7 @@ from penstock.capture.trees import tree_leaves
 from penstock.devices.kinds import kind_of
 
 LOSS, METRICS = -1, -2
-"""The numbers of what comes behind the calls of a program."""
+"""The numbers by which the loss and the metrics are seeded, as calls are by their identities."""
 
 _MASK = (1 << 64) - 1
 _CHECKS = "__beartype_getrandbits"  # an argument of the functions that beartype makes
@@ -69,7 +69,11 @@ def undisturbed() -> AbstractContextManager[object]:
 
 @contextmanager
 def undisturbed_within(seconds: float) -> Iterator[bool]:
-    """The same, if that can be had in time; gives whether it was."""
+    """Like `undisturbed`, but wait only for some time; yields whether that was enough.
+
+    Args:
+        seconds: how long to wait.
+    """
     is_had = _GENERATOR_LOCK.acquire(timeout=seconds)
     try:
         yield is_had
@@ -136,7 +140,10 @@ def seed_python(seed: int) -> None:
 
 
 def next_in_python() -> tuple[float, float]:
-    """Draw the next number of each: so it shows whether any was drawn since they were seeded."""
+    """Draw the next numbers of numpy's global generator and of Python's.
+
+    They differ from those right after seeding if anything has been drawn since.
+    """
     return np.random.random_sample(), random.random()
 
 
@@ -145,12 +152,13 @@ class Draws:
 
     Args:
         drawn_from: the generators.
-        seed: seeds them meanwhile, and puts them back afterwards; `None` leaves them as they are.
+        seed: seeds these, numpy's global generator and Python's when it opens; `drawn_from` are put
+            back afterwards. `None` leaves all of them as they are.
 
     Attributes:
-        happened: whether there were any.
-        in_python: whether numpy's global generator or Python's gave some; known if there is a
-            seed, and not put back.
+        happened: whether any numbers were drawn.
+        in_python: whether numpy's global generator or Python's gave some. It is known only with a
+            seed, and these two generators are not put back.
     """
 
     def __init__(self, drawn_from: Sequence[torch.Generator], seed: int | None) -> None:
@@ -220,11 +228,11 @@ def seeding(key: Key, call: int, device: torch.device) -> Iterator[None]:
 class Watched:
     """A function of the user's, with random numbers of its own if it draws any.
 
-    Its first call is seeded, like a call of the program, and watched. If that drew none, the others
-    go without, so that they keep no other stage waiting; otherwise all are seeded.
+    Its first call is seeded, like a call of the program, and watched. If it draws none, later calls
+    are not seeded, so that they keep no other stage waiting; otherwise all are seeded.
 
     Args:
-        function: which one.
+        function: the function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -237,7 +245,13 @@ class Watched:
         return self._draws is not False
 
     def __call__(self, key: Key, call: int, /, *args: Any, **kwargs: Any) -> Any:
-        """Call it, as this call of this micro-batch."""
+        """Call the function.
+
+        Args:
+            key: the random key.
+            call: the number by which the function is seeded, such as `LOSS`.
+            args, kwargs: the function's arguments.
+        """
         if self._draws is False:
             return self._function(*args, **kwargs)
         generator = _default_generator(_device_of((args, kwargs)))

@@ -82,15 +82,16 @@ class NotedReads:
     """Notes what is read while a forward runs.
 
     Args:
-        model: whose forward.
+        model: the model whose forward runs.
         paths: the qualified names of its modules, by id.
         is_outside: whether the Python that runs now is an open module's own.
-        reader: the open module whose Python runs now.
-        known: the value that a tensor is, if it is one.
-        numbers: the places whose numbers are followed, with what they are.
+        reader: gives the qualified name of the open module whose Python runs now.
+        known: gives the recorded value that a tensor is; `None` if it is none.
+        numbers: the places whose numbers are followed, with these numbers.
 
     Attributes:
-        quiet: nothing is noted unless it is 0.
+        reads: what was read so far.
+        quiet: a count of reasons to note nothing; reads are noted while it is 0.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class NotedReads:
                 self._at(owner, Place(root.module, (*root.names, name)), value)
 
     def _all_of(self, owner: object, root: Place) -> None:
-        """Note all attributes of an object: how many of them are read cannot be seen."""
+        """Note all attributes of an object: which of them are read cannot be seen."""
         self._at(owner, Place(root.module, (*root.names, "__dict__")), MISSING)
         for key, held in list(attributes_of(owner).items()):
             if key not in _OWN:
@@ -186,9 +187,13 @@ class NotedReads:
         self._follow(value, place)
 
     def _follow(self, value: object, place: Place, depth: int = 4) -> None:
-        """See to it that reads of a helper's own attributes are noted, too.
+        """See to it that reads of attributes of what was read are noted, too.
 
-        So are those of helpers in containers, and of those whose methods are held.
+        Args:
+            value: what was read: a helper, an object whose method is held, a container of such
+                objects, or a class, of which plain data is noted at once.
+            place: where it was read.
+            depth: how many levels of containers to look into.
         """
         if isinstance(value, type):
             if (value.__module__ or "").partition(".")[0] not in ("torch", "builtins", "numpy"):
@@ -215,7 +220,7 @@ class NotedReads:
                 self._all_of(value, place)
 
     def _patch(self, kind: type) -> bool:
-        """Whether reads of the attributes of such objects are noted from here on."""
+        """Have reads of attributes of such objects noted; returns whether that is possible."""
         if kind in self._patched:
             return True
         own = vars(kind).get("__getattribute__", MISSING)
@@ -227,7 +232,7 @@ class NotedReads:
         return True
 
     def release(self) -> None:
-        """Let the classes of helpers be as they were."""
+        """Take what notes reads out of the classes of helpers."""
         for kind, own in self._patched.items():
             if own is MISSING:
                 type.__delattr__(kind, "__getattribute__")
@@ -238,7 +243,7 @@ class NotedReads:
     # -- other things ---------------------------------------------------------------------
 
     def note_call(self, path: str, module: nn.Module) -> None:
-        """Note that a closed module is called: which tensors and modules stand where in it."""
+        """Note which tensors and modules a closed module that is called holds at which places."""
         if not self._is_outside():
             return
         for name, inner in module.named_modules(prefix=path):
@@ -249,9 +254,10 @@ class NotedReads:
                     self._lenient.setdefault(place, frozen(held))
 
     def note_switches(self, path: str, module: nn.Module) -> None:
-        """Note what is off in a closed module that has drawn nothing, though its code may draw.
+        """Note the switches in a closed module that has drawn nothing, though its code may draw.
 
-        If a probability is not 0 any more, say, its calls are to be seeded.
+        They are attributes that are booleans, `None`, 0 or 1. If a probability is not 0 any more,
+        for instance, the module's calls have to be seeded.
         """
         for name, inner in module.named_modules(prefix=path):
             kind: type = type(inner)
@@ -285,12 +291,14 @@ class NotedReads:
         """Note that Python has read how tensors lie in memory.
 
         Args:
-            name: of the function that says so.
-            leaves: the tensors, among others.
-            inputs: all of them.
+            name: the name of the function that Python has called.
+            leaves: the leaves of its arguments.
+            inputs: the leaves of the forward's inputs; the layouts of all of them are noted if a
+                tensor is computed from them.
 
         Raises:
-            ValueError: strides are no matter of the shape.
+            ValueError: Python reads the strides of a tensor with gaps, which its shape does not
+                tell.
         """
         if self.quiet or not self._is_outside():
             return
@@ -308,7 +316,12 @@ class NotedReads:
                             raise ValueError("asks for the strides of a tensor with gaps")
 
     def note_state(self, name: str, leaves: Iterable[Any]) -> None:
-        """Note that Python has read something else of inputs that no program knows."""
+        """Note that Python has read a property of inputs that no program knows, as `is_pinned`.
+
+        Args:
+            name: the name of the function that Python has called.
+            leaves: the leaves of its arguments.
+        """
         if self.quiet or not self._is_outside():
             return
         for tensor in leaves:
@@ -343,9 +356,10 @@ class NotedReads:
                 self.reads.grad = torch.is_grad_enabled()
 
     def changed(self) -> Place | None:
-        """A place that the forward itself has changed since it was read; call it at the end.
+        """Return a place that the forward itself has changed since it was read; call it at the end.
 
-        Registries of closed modules that it changes, for their own use, are left out from here on.
+        What closed modules hold (`note_call`, `note_switches`) now counts as read if the forward
+        has left it as it was; otherwise it is left out from here on.
         """
         with self.paused():
             for place, before in self._lenient.items():
@@ -374,7 +388,7 @@ def input_property(value: Any, name: str) -> Any:
 
 
 def _is_inherited(owner: object, name: str, kept: object) -> bool:
-    """Whether this comes with torch's or Python's own classes: nobody changes it there."""
+    """Whether an attribute comes from `nn.Module` or `object`, where nobody changes it."""
     if kept is MISSING or isinstance(owner, type) or name in attributes_of(owner):
         return False
     return static(nn.Module, name) is kept or static(object, name) is kept

@@ -136,11 +136,11 @@ def record(
         kwargs: keyword arguments.
         key: seeds every call, as a replay with this key does those that draw random numbers.
         strict: whether open modules must leave their attributes alone.
-        numbers: those in attributes and arguments that become values which are passed in.
-        like: a structure of `(args, kwargs)` that opens objects among the arguments as well.
-        sized: closed modules whose results are as large as values say, and the identities of other
-            calls of which that is true.
-        functions: which plain functions are closed.
+        numbers: the numbers in attributes and arguments that are passed in as values.
+        like: a structure of `(args, kwargs)` to flatten them by, if it opens objects among them.
+        sized: the closed modules, by qualified name, and the other calls, by identity, that give
+            results whose sizes depend on values.
+        functions: the plain functions that are closed.
 
     Returns:
         the trace, and what the model returned.
@@ -223,11 +223,11 @@ class Recorder(TorchFunctionMode):
         self.generators = generators({p.device for p in model.parameters()})
         self.patches: list[Patch] = []
         self.known = Known()
-        self._mixed: dict[int, Origin] = {}  # into storages, by changes in place
+        self._mixed: dict[int, Origin] = {}  # what is written into storages
         self._outside: dict[str, bool] = {}  # whether closed modules lead to others
         self._open: list[str] = [""]
         self._inside = 0
-        self._gave_values = False  # to the Python of a call
+        self._gave_values = False  # whether Python in a call got values
         self._compares_objects: bool | None = None  # which object a tensor is, by the model's code
         self._arrays_of: FunctionType | None = None  # the closed function that gave the last
         self._refused: Unrecordable | None = None  # the first, which the model's Python may catch
@@ -250,10 +250,11 @@ class Recorder(TorchFunctionMode):
         return not self._inside and threading.get_ident() == self.thread
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the model returns.
+        """Run the model, and return its result.
 
         Raises:
-            Unrecordable: also if the model's own Python has caught it.
+            Unrecordable: something cannot be recorded, even if the model's own Python has caught
+                that.
         """
         try:
             result = self.model(*args, **kwargs)
@@ -454,7 +455,7 @@ class Recorder(TorchFunctionMode):
             raise self._closing(function, why)
 
     def note_values(self) -> None:
-        """Python gets a tensor's values by way of something else."""
+        """Note that Python gets values of a tensor indirectly, such as by `numpy()`."""
         self._gave_values = True
 
     @_remembering
@@ -483,7 +484,7 @@ class Recorder(TorchFunctionMode):
 
     @_remembering
     def check_assignment(self, owner: nn.Module | type, name: str) -> None:
-        """Raise if an open module assigns to an attribute of what will run by itself."""
+        """Raise if an open module assigns to an attribute of a closed one, or of a `Function`."""
         if isinstance(owner, type):
             if self.is_outside:
                 why = f"its forward assigns to {owner.__name__}.{name}, an autograd.Function's"
@@ -550,7 +551,7 @@ class Recorder(TorchFunctionMode):
                 self.sizings.check_inspected(known, self._open[-1], dims)
 
     def _note_gradients(self, leaves: Sequence[Any]) -> None:
-        """Note that Python asks whether tensors require gradients that may by their values."""
+        """Note that Python reads whether tensors require gradients, if values may decide that."""
         for known in map(self.known.get, leaves):
             if isinstance(known, Ref) and self.sizings.may_depend(known):
                 self.sizings.note_inspected(known, self._open[-1], (GRADIENT,))
@@ -565,7 +566,10 @@ class Recorder(TorchFunctionMode):
     def _without_tensors(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A function of no tensors: a factory such as `torch.arange`, or a setting."""
+        """Run a function that is given no tensors, and record it if it makes any.
+
+        It is a factory such as `torch.arange`, or reads or changes a setting.
+        """
         versions = [g.get_state() for g in self.generators]
         plainly = map_leaves(plain, tuple(args)), map_leaves(plain, dict(kwargs))
         if self._arrays_of is not None:
@@ -599,7 +603,7 @@ class Recorder(TorchFunctionMode):
         return self.trace
 
     def __exit__(self, *raised: Any) -> None:
-        """The forward has ended: hold on to no input, as references in cycles keep the recorder."""
+        """Drop the inputs when the forward ends, as reference cycles keep the recorder alive."""
         super().__exit__(*raised)
         self._inputs = []
         if self.weightless is not None:
@@ -652,7 +656,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _identify(self, call: Call) -> int:
-        """A number for the call that the other calls around it do not change."""
+        """A number for the call, made of its label and how often that has occurred before."""
         label = call.label
         self._seen[label] += 1
         digest = hashlib.blake2b(f"{label} {self._seen[label]}".encode(), digest_size=8)
@@ -682,7 +686,7 @@ class Recorder(TorchFunctionMode):
         self.trace.calls.append(call)
 
     def _only_passes_on(self, call: Call, leaves: Sequence[Any]) -> bool:
-        """Whether a module was given no value, and gives what it was given: `Identity()(None)`."""
+        """Whether a call is given no value, and returns arguments only: `Identity()(None)`."""
         given = tree_leaves((call.args, call.kwargs))
         return not call.reads() and all(any(x is y for y in given) for x in leaves)
 
@@ -741,10 +745,11 @@ class Recorder(TorchFunctionMode):
         return result, sizing
 
     def _as_its_own(self, call: Call, args: Any, kwargs: Any, result: Any) -> Any:
-        """The result of a call that looks at values, as objects that have no name yet.
+        """The result of a call that looks at values, with tensors that are objects of their own.
 
-        Where the Python around it may ask whether they are others, they stay, and are compared when
-        it runs; a closed function gives none of its arguments then.
+        If the Python around the call may ask which object a tensor is, the result is left as it is,
+        and compared with `call.same` when the program runs. A closed function must not return one
+        of its arguments then.
         """
         given, leaves = tree_leaves((args, kwargs)), tree_leaves(result)
         call.classes = tuple(type(x) if isinstance(x, torch.Tensor) else None for x in leaves)
@@ -819,7 +824,7 @@ class Recorder(TorchFunctionMode):
             return leaf.number
         known = self.known.get(leaf) if self._is_value(leaf) else None
         if isinstance(leaf, np.ndarray | np.generic) and _is_input(known):
-            return GivenArray(leaf.copy())  # who gives another one gives other inputs
+            return GivenArray(leaf.copy())  # another array means other inputs
         if known is not None:
             if isinstance(known, Attribute) and known not in self.trace.attributes:
                 self.trace.attributes[known] = self._info(leaf, Origin.MODEL)
@@ -871,4 +876,4 @@ def _dtype(tensor: torch.Tensor, dtype: object, non_blocking: bool = False) -> A
 
 
 _CALLERS = (inspect.unwrap(Recorder.call_module).__code__, Recorder.run.__code__)
-"""The code of what calls modules."""
+"""The code of the methods that call modules, and of the one that calls the model."""

@@ -27,11 +27,11 @@ _FIRST = 4  # new sizes that are all compared with the model
 
 
 Alone = Callable[[], AbstractContextManager[None]]
-"""What is open while nobody else runs the modules of a model."""
+"""Opens a context in which nobody else runs the modules of a model."""
 
 
 class TraceSource(Protocol):
-    """Where more of a program comes from, when inputs show that it is needed."""
+    """Records more of a program, when inputs show that it is needed."""
 
     def varying_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Varying:
         """What varies in the arguments of another signature.
@@ -41,9 +41,13 @@ class TraceSource(Protocol):
         """
 
     def way(self, leaves: Sequence[Any], training: bool, numbers: Mapping[Place, Numeric]) -> Trace:
-        """The trace that these inputs take, with the numbers passed in for which that is possible.
+        """Record the way that these inputs take.
 
-        `numbers` are those in attributes that have changed, with what they were before.
+        Args:
+            leaves: the leaves of the inputs.
+            training: the mode.
+            numbers: the numbers in attributes that have changed, each with an earlier value; they
+                are passed in if that is possible.
 
         Raises:
             CaptureError: it cannot be recorded with the modules that are open already.
@@ -57,7 +61,7 @@ class TraceSource(Protocol):
         """
 
     def holds_at(self, trace: Trace, leaves: Sequence[Any], training: bool, sizes: Sizes) -> bool:
-        """Whether it is sure without a run that the model does so on inputs of these sizes."""
+        """Whether it is certain, without running the model, that the trace holds at these sizes."""
 
 
 class Recordings:
@@ -66,8 +70,8 @@ class Recordings:
     Args:
         model: the recorded module.
         train: the trace that the example takes in training mode.
-        evaluation: the one that it takes in evaluation mode.
-        signatures: that the program was called with; the first is the example's.
+        evaluation: the trace that the example takes in evaluation mode.
+        signatures: the signatures that the program was called with; the first is the example's.
         source: makes more recordings.
         points: the sizes at which the example's were compared with the model.
     """
@@ -89,13 +93,13 @@ class Recordings:
             training: [_Recording(model, trace, signatures.first, points)]
             for training, trace in ((True, train), (False, evaluation))
         }
-        self._numbers: dict[Place, list[Numeric]] = {}  # in attributes, that change: some values
+        self._numbers: dict[Place, list[Numeric]] = {}  # that change, with some values of each
         self._looked: dict[int, bool] | None = None
         self._alone: Alone = nullcontext
         self._leave_out_replaced()
 
     def _leave_out_replaced(self) -> None:
-        """What one forward replaces, in training perhaps, no other one's guards look at."""
+        """Let no guard look at places that a forward replaces itself, perhaps only in training."""
         replaced = frozenset().union(*(trace.reads.replaced for trace in self.traces()))
         for each in (*self._of[True], *self._of[False]):
             each.guards.leave_out(replaced)
@@ -146,10 +150,11 @@ class Recordings:
     def _holds_at(
         self, each: _Recording, leaves: Sequence[Any], training: bool, sizes: Sizes
     ) -> bool:
-        """Whether the model does at these sizes what was recorded.
+        """Whether the model does at these sizes what was recorded; new sizes are compared.
 
         Raises:
-            CaptureError: it does not, and this is no session, whose states may be full now.
+            CaptureError: it does not. In a session, whose states may be full now, the recording
+                ends instead.
         """
         if not each.has_seen(sizes):
             try:
@@ -162,13 +167,13 @@ class Recordings:
         return True
 
     def may_take(self, trace: Trace, sizes: Sizes) -> bool:
-        """Whether inputs like the last ones can take the same trace without a comparison.
+        """Whether inputs of these sizes can take a trace without a comparison with the model.
 
-        They do if it `holds`, and `fits`.
+        They do take it if it also `holds` and `fits`.
 
         Args:
-            trace: that the last ones took.
-            sizes: how large these are.
+            trace: a trace that inputs like these took.
+            sizes: the sizes of these inputs.
         """
         each = self._recording_of(trace)
         return (
@@ -178,7 +183,7 @@ class Recordings:
         )
 
     def holds(self, trace: Trace) -> bool:
-        """Whether what was read of the model for a trace is as it was.
+        """Whether what the recording of a trace has read of the model is as it was.
 
         Raises:
             InputError: a tensor or a module of the model was replaced.
@@ -187,12 +192,12 @@ class Recordings:
         return each is not None and self._holds(each.guards)
 
     def fits(self, trace: Trace, leaves: Sequence[Any], sizes: Sizes) -> bool:
-        """Whether what the model's Python reads off these inputs is as it was.
+        """Whether the model's Python reads off these inputs what it read for a trace.
 
         Args:
-            trace: that inputs with the same signature took.
-            leaves: of these.
-            sizes: how large they are.
+            trace: a trace that inputs with the same signature took.
+            leaves: the leaves of these inputs.
+            sizes: the sizes of these inputs.
         """
         each = self._recording_of(trace)
         return each is not None and each.fits(leaves, sizes)
@@ -247,11 +252,11 @@ class Recordings:
 
     @contextmanager
     def looking(self, alone: Alone = nullcontext) -> Iterator[None]:
-        """While open, what the forward reads of the model stays as it is: it is looked at once.
+        """While open, what forwards read of the model must not change: guards are compared once.
 
         Args:
-            alone: what is open while the model itself is run, with other tensors in its modules
-                perhaps: nobody else runs them.
+            alone: opens a context in which nobody else runs the model's modules; used while the
+                model itself is run, perhaps with other tensors in its modules.
         """
         self._looked, self._alone = {}, alone
         try:
@@ -295,7 +300,7 @@ class Recordings:
         return found
 
     def rebind(self) -> None:
-        """Take the tensors and modules for the right ones that are in the model now."""
+        """Take the tensors and modules that are in the model now for those that were recorded."""
         for each in (*self._of[True], *self._of[False]):
             each.guards.rebind()
 
@@ -303,14 +308,18 @@ class Recordings:
 class _Recording:
     """A trace, whether inputs take it, and at which sizes it was compared with the model.
 
-    `casting` is the autocast that it was recorded under.
+    Numbers of rows between those seen are taken to be like them. In other dimensions, the first new
+    sizes are all compared with the model, and of later ones only the 8th, 16th, 32nd, … As sizes
+    often are padded to multiples of a power of two, new sizes are trusted only if the same powers
+    of two divide some that were compared. Sizes beyond all that were compared are trusted only in
+    sessions, whose inputs are longer at every call. If Python has a size as a float, which may have
+    been whole by chance, all sizes are compared.
 
-    Rows between those seen are taken to be like them. So are other dimensions, once some new sizes
-    were found to be as they should, with a comparison now and then: of the 8th, 16th, 32nd, …
-    that comes. As they often are padded to multiples of a power of two, sizes count as alike only
-    where the same powers of two divide them. Sizes beyond all that were compared are trusted only
-    in sessions, whose inputs are longer at every call. Where a float grew with the sizes, which may
-    have been whole by chance, each is a matter of its own.
+    Attributes:
+        trace: the trace.
+        signature: the signature of the inputs that it is for.
+        casting: the autocast that it was recorded under.
+        guards: what it has read of the model.
     """
 
     def __init__(
@@ -331,13 +340,16 @@ class _Recording:
         self._model = model
         self._questions: fx.GraphModule | None = None
         self._asked: Sequence[Value] = ()  # what its questions are about
-        self._writes = False  # whether they write into that
+        self._writes = False  # whether questions write into their inputs
 
     def _named(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple([sizes[name] for name in self._names])
 
     def has_seen(self, sizes: Sizes) -> bool:
-        """Whether it was compared with the model at such sizes."""
+        """Whether the trace need not be compared with the model at these sizes.
+
+        New sizes that are trusted are noted as seen.
+        """
         least, most = self._rows
         if not least <= sizes[ROWS] <= most:
             return False
@@ -366,7 +378,7 @@ class _Recording:
         self._compared.add(named)
 
     def unlike(self, leaves: Sequence[Any]) -> tuple[int, str] | None:
-        """What Python has read of an input, by its number, that is something else in these."""
+        """An input, by its number, and what Python read of it, if these leaves differ there."""
         for key, recorded in self.trace.reads.inputs.items():
             if input_property(leaves[key[0]], key[1]) != recorded:
                 return key
@@ -405,13 +417,13 @@ class _Recording:
         return tuple(answers) == self.trace.answers
 
     def end(self) -> None:
-        """From now on only sizes that are known already take it."""
+        """From now on, inputs of sizes that are not known yet do not take it."""
         self._has_ended = True
 
     def ahead_of(self, sizes: Sizes) -> Sizes | None:
-        """Sizes that are twice as large where these are larger than any that was compared.
+        """These sizes, with those doubled that are larger than any that was compared.
 
-        `None` where none is.
+        `None` if there are none, or if Python has sizes as floats.
         """
         largest = [max(known) for known in zip(*self._compared, strict=True)]
         larger = [n for n, most in zip(self._names, largest, strict=True) if sizes[n] > most]
@@ -420,17 +432,17 @@ class _Recording:
         return {name: 2 * n if name in larger else n for name, n in sizes.items()}
 
     def foresee(self, sizes: Sizes) -> None:
-        """It would do what the model does at these, too, so that sizes in between are trusted."""
+        """Note that the trace would hold at these sizes, so that sizes in between are trusted."""
         self._compared.add(self._named(sizes))
 
 
 def _divisors(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The powers of two that divide sizes, up to 64."""
+    """For every size the largest power of two, up to 64, that divides it."""
     return tuple(min(n & -n, 64) for n in sizes)
 
 
 def _has_floats(trace: Trace) -> bool:
-    """Whether sizes are there that Python has as floats."""
+    """Whether Python has a size as a float, in an argument of a call or in the result."""
     arguments = [leaf for call in trace.calls for leaf in tree_leaves((call.args, call.kwargs))]
     leaves = (*arguments, *trace.outputs)
     return any(isinstance(leaf, Size) and leaf.kind is float for leaf in leaves)

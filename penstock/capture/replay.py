@@ -1,6 +1,6 @@
-"""The model's own forward beside a replay of its program: the same random numbers, all results.
+"""The model's own forward beside a replay of its program, to compare what their calls give.
 
-Both are run to be compared: whether they part, and at which call.
+Both draw the same random numbers, so the first call with other results is where they part.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ForwardResults(Recorder):
         """Run the forward on a micro-batch.
 
         Raises:
-            Unrecordable: it does in an open module what could not be recorded.
+            Unrecordable: an open module does something that cannot be recorded.
         """
         with intercepted(self), python_kept():
             self.begin(*flatten((tuple(args), dict(kwargs))))

@@ -76,10 +76,10 @@ def joined(
         inputs: their leaves.
         points: sizes that the model takes; the first two differ in their rows alone.
         make: makes what runs the trace; `None` if there are no values to compare.
-        known: the leaves of the result that it gives at the first of the points.
-        other: the trace of the other mode. What it is known to do with rows counts where BatchNorm
-            keeps this one from being compared, and where random numbers do if both make the same
-            calls.
+        known: the leaves of the trace's result at the first of the points, if they are known.
+        other: the trace of the other mode. Its joins are taken for leaves that cannot be compared
+            here because of a BatchNorm; also because of random numbers, if both traces make the
+            same calls.
     """
     made = _what_makes(model, trace, varying)
     found = [_by_sizes(trace, leaf, made) for leaf in trace.outputs]
@@ -119,7 +119,7 @@ def _is_alike(trace: Trace, other: Trace | None, leaf: int) -> bool:
 
 
 def _does_alike(trace: Trace, other: Trace) -> bool:
-    """Whether two traces make the same calls, as those of both modes do but for what they draw."""
+    """Whether two traces make the same calls, as those of the two modes often do."""
     return [call.target for call in trace.calls] == [call.target for call in other.calls]
 
 
@@ -134,9 +134,9 @@ class _Found:
 
     Attributes:
         join: how it may be put together.
-        compare: whether that has to be compared.
-        exact: whether it has one entry a row.
-        varies: with what it varies besides the inputs.
+        compare: whether a comparison has to confirm that.
+        exact: whether it has exactly one entry for each row.
+        varies: what it depends on besides the rows: random numbers, a state.
     """
 
     join: Join
@@ -244,15 +244,15 @@ def _normalises_batches(model: nn.Module, call: Call) -> bool:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Of results of two pieces of a batch with those of the whole.
+    """Compares the results of two pieces of a batch with the result of the whole batch.
 
     Attributes:
-        trace: gives the results.
+        trace: the trace that gives the results.
         varying: what varies in the inputs.
-        inputs: their leaves.
-        sizes: that the model takes.
+        inputs: the leaves of the inputs.
+        sizes: sizes of inputs that the model takes.
         make: makes what runs the trace.
-        known: the leaves of the result at these sizes, if they are known.
+        known: the leaves of the result at these sizes; empty if they are not known.
     """
 
     trace: Trace
@@ -263,14 +263,16 @@ class _Comparison:
     known: Sequence[Any]
 
     def of(self, dims: Mapping[int, int]) -> dict[int, bool]:
-        """Whether the pieces of a batch give what the whole does.
+        """Whether leaves of the results of two pieces, put together, are those of the whole batch.
 
         Pieces are single rows where the model takes these, else as many as it was recorded at. What
         looks wrong with single rows is compared again: a `squeeze` may have made it so.
-        Nothing is known of any if the model does not take these rows.
 
         Args:
             dims: for leaves of the result the dimension along which pieces follow one another.
+
+        Returns:
+            for each of the leaves whether it is; empty if the model takes neither number of rows.
         """
         verdicts: dict[int, bool] = {}
         for rows in sorted({1, self.sizes[ROWS]}):
@@ -284,13 +286,13 @@ class _Comparison:
         return verdicts
 
     def of_drawn(self, dims: Mapping[int, int]) -> dict[int, bool]:
-        """Whether each piece's part stays the same when the other piece is another one.
+        """Whether each piece's part of the result stays the same when the other piece changes.
 
-        That shows for results that are made with random numbers: batches of the same size draw the
-        same ones. It does not show what depends on the place of a row.
+        This can be compared for results that are made with random numbers, as batches of the same
+        size draw the same ones. It does not show what depends on the place of a row.
 
         Args:
-            dims: as for `of`.
+            dims: see `of`.
         """
         if not dims:
             return {}
@@ -303,19 +305,22 @@ class _Comparison:
         return {}
 
     def with_rows(self, rows: int, dims: Mapping[int, int]) -> dict[int, bool]:
-        """The same for pieces of so many rows; as they are if the model refuses distinct ones."""
+        """Like `of`, for pieces of this many rows.
+
+        Rows that are alike are changed first, unless the model refuses the changed ones.
+        """
         try:
             return self.when_apart(rows, dims, True)
         except Exception:
             return self.when_apart(rows, dims, False)
 
     def when_apart(self, rows: int, dims: Mapping[int, int], apart: bool) -> dict[int, bool]:
-        """The same with both pieces in either order: one may happen to be sorted.
+        """Like `of`, with the pieces in either order, as a batch may happen to be sorted.
 
         Args:
-            rows: of each piece.
-            dims: as for `of`.
-            apart: change rows that are alike.
+            rows: the number of rows of each piece.
+            dims: see `of`.
+            apart: whether rows that are alike are changed first.
         """
         batch = self.batch(rows, apart)
         results = self.results(rows, batch)
@@ -355,7 +360,7 @@ class _Comparison:
         return with_distinct_rows(batch, self.varying.batch_dims) if apart else batch
 
     def results(self, rows: int, batch: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-        """What gives the leaves of the result for pieces of a batch, by their numbers."""
+        """A function from numbers of pieces of a batch to the leaves of their result."""
         replay = self.make()
         sizes = {**self.sizes, ROWS: 2 * rows}
 
@@ -378,9 +383,9 @@ class _Comparison:
 def _is_joined(whole: torch.Tensor, pieces: Sequence[torch.Tensor], dim: int, bound: float) -> bool:
     """Whether pieces that follow one another are the whole, up to rounding.
 
-    Rounding is a share of the largest number in the same column, across the rows, or in a usual
-    column if that is larger. Columns of one number, such as those that a mask fills with -1e9, are
-    no usual ones.
+    Entries may differ by `bound` times the largest number in the same column (across the rows), or
+    in a usual column if that is larger. Columns whose entries are all the same, such as those that
+    a mask fills with -1e9, do not count as usual.
     """
     merged = torch.cat(list(pieces), dim)
     if merged.shape != whole.shape or not (whole.is_floating_point() or whole.is_complex()):

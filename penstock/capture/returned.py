@@ -21,10 +21,10 @@ def tensors_in(value: object, others: Sequence[object]) -> tuple[torch.Tensor, .
 
     Args:
         value: the object.
-        others: what it holds besides.
+        others: the other leaves that it held when it was recorded.
 
     Raises:
-        InputError: it holds something else besides.
+        InputError: its other leaves are not these.
     """
     leaves = flatten_result(value)[0]
     now = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
@@ -44,28 +44,29 @@ class MadeHere:
 
     Args:
         model: the model.
-        trace: the recording, whose calls are all there.
-        known: the names of objects.
+        trace: the recording, whose calls are complete.
+        known: the names of the objects that calls have given.
     """
 
     def __init__(self, model: nn.Module, trace: Trace, known: Known) -> None:
         self._model, self._trace, self._known = model, trace, known
 
     def opens(self, value: object) -> bool:
-        """Whether it is an object that holds tensors and that open modules have made.
+        """Whether a value is an object with tensors that the Python of open modules has made.
 
-        One that a module keeps has to stay the same, and so has what it holds.
+        An object that a module keeps is not opened: it has to stay the same, and so has what it
+        holds.
         """
         return self._known.get(value) is None and self._was_made(value)
 
     def is_only_returned(self, value: object, leaves: Sequence[object]) -> bool:
-        """The same of one that a closed module has made, and that is there once in the result.
+        """Whether a value is an object with tensors, made by a call and once in the result.
 
         Its tensors are taken out at the end. Where the model is one call, nothing is gained by it.
 
         Args:
-            value: the object.
-            leaves: of the result.
+            value: the value.
+            leaves: the leaves of the result.
         """
         if isinstance(value, torch.Tensor) or is_plain(value):
             return False

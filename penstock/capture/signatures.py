@@ -24,7 +24,7 @@ from penstock.capture.trees import (
 from penstock.errors import InputError
 
 MOST = 32
-"""So many signatures a program may be called with."""
+"""The largest number of signatures that a program may be called with."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Signature:
     """How a program can be called.
 
     Attributes:
-        structure: of `(args, kwargs)`.
+        structure: the structure of `(args, kwargs)`.
         inputs: for every leaf its `TensorInfo`, or the constant that it is.
-        varying: which dimensions of them vary.
-        numbers: the leaves that may be any number of their kind, with one that was seen before.
-        in_session: whether it is that of a session's calls, whose inputs are longer every time.
+        varying: which dimensions of the inputs vary.
+        numbers: the leaves that may be any number of their type, each with an earlier value.
+        in_session: whether it belongs to calls in a session, whose inputs are longer every time.
     """
 
     structure: Structure | None
@@ -65,15 +65,17 @@ class Signature:
         return self.varying.agrees(leaves)
 
     def other_number(self, leaf: int, now: object) -> Numeric:
-        """A number that this leaf was, and that it is not now."""
+        """A number that this leaf was earlier, and that is not `now`."""
         return self.numbers[leaf] if self.numbers[leaf] != now else self.inputs[leaf]
 
     def other_numbers(
         self, leaves: Sequence[Any], structure: Structure | None
     ) -> dict[int, Numeric]:
-        """The leaves that would have to be any number for inputs to have it, and what it has.
+        """The numbers in which inputs differ from this signature, if nothing else differs.
 
-        None if that is not enough.
+        Returns:
+            for these leaves the numbers that the signature has; empty if the inputs differ
+            otherwise.
         """
         if structure != self.structure:
             return {}
@@ -89,8 +91,8 @@ class Signature:
         """Raise unless tensors are of the types and sizes that they were recorded with.
 
         Args:
-            leaves: of inputs that have this signature.
-            may_vary: what may, in words.
+            leaves: the leaves of inputs that have this signature.
+            may_vary: words for the message that say which sizes may vary.
 
         Raises:
             InputError: another dtype, rank or feature size; or sizes that do not fit together.
@@ -121,9 +123,9 @@ class Inputs(list[Any]):
     """The leaves of a batch or a micro-batch, and the signature that they have.
 
     Attributes:
-        signature: that they have.
-        with_values: gives the same leaves, all of them with their elements, where some are with
-            workers.
+        signature: the signature of the leaves.
+        with_values: gives the same leaves with the elements of all of them, also of those that are
+            with workers.
     """
 
     def __init__(
@@ -141,14 +143,14 @@ class Inputs(list[Any]):
 
 
 class Signatures:
-    """All that a program was called with.
+    """The signatures that a program was called with.
 
     Args:
-        first: the example's.
-        varying_of: what varies in arguments.
+        first: the example's signature.
+        varying_of: gives what varies in arguments.
 
     Attributes:
-        first: the example's.
+        first: the example's signature.
     """
 
     def __init__(
@@ -192,9 +194,8 @@ class Signatures:
 
         Args:
             args, kwargs: the arguments.
-            varying_of: what varies in leaves of a structure, where these have none of the
-                signatures that are known.
-            with_values: brings the elements of states from the workers.
+            varying_of: gives what varies in the leaves, if they have no known signature.
+            with_values: see `Inputs`.
 
         Raises:
             InputError: they have no rows; or it is one signature too many.
@@ -217,7 +218,11 @@ class Signatures:
         return any(known.takes(leaves, structure) for known in self._known)
 
     def of(self, leaves: Sequence[Any]) -> Signature:
-        """That of these leaves; the example's where nothing is known of them."""
+        """The signature of these leaves; the example's if they do not say which they have.
+
+        One that is not known here comes from another rank: one that fits is taken for it, or it is
+        added.
+        """
         signature = leaves.signature if isinstance(leaves, Inputs) else self._known[0]
         if any(known is signature for known in self._known):
             return signature
@@ -232,10 +237,10 @@ class Signatures:
         return leaves if isinstance(leaves, Inputs) else Inputs(leaves, self.first)
 
     def add(self, signature: Signature) -> Signature:
-        """One more.
+        """Add a signature, and return it.
 
         Raises:
-            InputError: there are as many as may be.
+            InputError: there are `MOST` already.
         """
         if len(self._known) >= MOST:
             raise InputError(

@@ -35,11 +35,11 @@ from penstock.capture.trees import flatten, tree_leaves, unflatten
 
 
 class Undecided(Unrecordable):
-    """Recordings of inputs of several sizes read different answers off them."""
+    """Recordings at several sizes decide differently on their inputs' values."""
 
 
 class SizedByValues(Unrecordable):
-    """The results of the closed module `path` are as large as values say."""
+    """The sizes of the results of the closed module `path` depend on values."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, "its results are as large as values say")
@@ -76,16 +76,16 @@ def generalise(traces: Sequence[Trace], points: Sequence[Sizes]) -> Trace:
 
 
 def adapted(general: Trace, one: Trace, sizes: Sizes) -> Trace | None:
-    """`general` as the other mode does it, if that makes the same calls.
+    """Adapt the trace of one mode to the other mode, if that makes the same calls.
 
     Args:
         general: the trace of one mode, for inputs of every size.
         one: a recording of the other mode, for inputs of one size.
-        sizes: how large those were.
+        sizes: the sizes of the inputs of `one`.
 
     Returns:
-        the other mode's trace for every size; `None` if more is different than the yes and no or
-        zero of arguments, what is random, and what is changed in place.
+        the other mode's trace for every size; `None` if it differs in more than booleans and zeros
+        among arguments, what is random, and what is changed in place.
     """
     try:
         return _Adapter(sizes).trace(general, one)
@@ -94,9 +94,12 @@ def adapted(general: Trace, one: Trace, sizes: Sizes) -> Trace | None:
 
 
 def differs_from(again: Trace, first: Trace, sizes: Sizes) -> str | None:
-    """The module that did something else in another recording of inputs of the same sizes.
+    """Return the open module that does something else in another recording; `None` if none does.
 
-    `None` if none did.
+    Args:
+        again: the other recording.
+        first: the recording that it is compared with.
+        sizes: the sizes of the inputs of both.
     """
     try:
         _check_same_calls([first, again], [sizes, sizes])
@@ -109,13 +112,14 @@ def differs_from(again: Trace, first: Trace, sizes: Sizes) -> str | None:
 
 
 def may_be_sized_by_values(trace: Trace) -> set[str]:
-    """The closed modules whose results may be as large as values say.
+    """The closed modules whose results may have sizes that depend on values.
 
-    They look at values, and a size that grows with the inputs is not one of what they are given,
-    or a product of such sizes. That it has grown evenly in the recordings may be by chance.
+    They look at values, and a size of their result that grows with the inputs is neither a size of
+    what they are given nor a product of such sizes. That it grew evenly in the recordings may be
+    chance.
 
     Raises:
-        Unrecordable: the result of a custom `autograd.Function` may be so large.
+        Unrecordable: the result of a custom `autograd.Function` may have such sizes.
     """
     found = set()
     for call in trace.calls:
@@ -132,7 +136,7 @@ def may_be_sized_by_values(trace: Trace) -> set[str]:
 
 
 def _grows_otherwise(trace: Trace, call: Call) -> bool:
-    """Whether some size of a result is none of what is given, and no product of such sizes."""
+    """Whether a size of a result is neither given to the call nor a product of given sizes."""
     given = [trace.info(value) for value in call.reads()]
     numbers = [n for n in tree_leaves((call.args, call.kwargs)) if isinstance(n, Size)]
     known = {*map(_terms, numbers), *_products(given)}
@@ -204,7 +208,7 @@ def _multiplied(one: _Terms, other: _Terms) -> _Terms:
 
 
 class _DifferentError(Exception):
-    """The other mode does something else, in the open module `path`."""
+    """Two traces differ in what the open module `path` does."""
 
     def __init__(self, path: str = "") -> None:
         super().__init__()
@@ -288,10 +292,10 @@ class _Adapter:
 
 
 class _Comparison(_Adapter):
-    """The same, where nothing may have changed.
+    """Compares two recordings like `_Adapter`, where nothing may have changed.
 
-    But a length of a result may be another than it was said to be: what uses it is compared by
-    itself, and only the rows of a result are ever needed.
+    Of a tensor only the sizes that grow with the rows have to be as stated: what uses another
+    length is compared by itself, and only the rows of a result are ever needed.
     """
 
     def fits(self, general: TensorInfo, one: TensorInfo) -> bool:
@@ -394,7 +398,7 @@ class _Merge:
         )
 
     def result(self, group: Sequence[Any], call: Call) -> Any:
-        """A result of a call. Of one that is the whole model nobody has asked for the size."""
+        """A result of a call; sizes of the whole model's may stay unknown, as nobody reads them."""
         try:
             return self.leaf(group, call.path, f"a result of {call.label}")
         except Unrecordable:
@@ -457,7 +461,7 @@ class _Merge:
         return self._known[key]
 
     def _fit(self, group: Sequence[int]) -> Size | None:
-        """The same without a memo, by the differences between the recorded points."""
+        """Like `_fitted`, without a memo, by the differences between the recorded points."""
         start = self.points[0]
         terms: Counter[tuple[str, ...]] = Counter({(): group[0]})
         for names in [*((n,) for n in self.names), *combinations(self.names, 2)]:
@@ -476,7 +480,7 @@ class _Merge:
         return size if fits else None
 
     def _varied(self, *names: str) -> int:
-        """The point at which just these differ from the first."""
+        """The index of the point at which just these names differ from the first point."""
         singles = [(n,) for n in self.names]
         return 1 + [*singles, *combinations(self.names, 2)].index(names)
 

@@ -1,4 +1,4 @@
-"""What it depends on how large the results of recorded calls are: on shapes, or on values."""
+"""Whether the sizes of the results of recorded calls depend on shapes alone, or on values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KEEPING = frozenset(
 _OF_SPARSE = frozenset(
     "indices _indices values _values crow_indices col_indices ccol_indices row_indices".split()
 )
-"""What gives as many entries as a sparse tensor has."""
+"""Functions that give as many entries as a sparse tensor has."""
 
 _DIM_PLACE = {
     "size": (1, None),
@@ -47,11 +47,11 @@ _DIM_PLACE = {
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes"), (2, 0)),
     **dict.fromkeys(("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), (2, 0)),
 }
-"""Where functions have the dimension for whose size they ask, and what it is by default."""
+"""By function, the position of the argument that is the dimension, and its default."""
 
 
 class Sizing(IntEnum):
-    """What it depends on how large the results of a call are."""
+    """What the sizes of a call's results depend on."""
 
     SHAPES = 0
     """On the shapes of what it is given."""
@@ -62,33 +62,34 @@ class Sizing(IntEnum):
 
 
 class Sizings:
-    """Which values of a recording may be as large as other values say.
+    """Which values of a recording have sizes that depend on other values, or may.
 
-    Where Python asks for the size of one that is, that cannot be recorded. Of one that may be, it
-    is noted, so that a program compares it when it runs.
+    If Python reads a size that depends on values, it cannot be recorded. If it reads one that may,
+    this is noted, so that the program compares the size when it runs.
 
     Args:
         trace: the recording, as far as it has come.
-        sized: closed modules whose results are as large as values say, and the identities of other
-            calls of which that is true.
+        sized: the closed modules, by qualified name, and the other calls, by identity, that give
+            results whose sizes depend on values.
     """
 
     def __init__(self, trace: Trace, sized: Collection[str | int]) -> None:
         self._trace = trace
         self._sized = sized
-        self._perhaps: dict[Ref, bool] = {}  # whether it may be by values of the inputs alone
+        self._perhaps: dict[Ref, bool] = {}  # whether on values of the inputs alone
 
     def of_call(self, call: Call, result: object, may_size: bool, weightless: bool) -> Sizing:
-        """What the sizes of its result depend on, as far as it looks at values.
+        """What sizes of a call's result depend on, as far as it looks at values.
 
         Args:
-            call: the call, of which it is known whether its Python does.
+            call: the call, of which it is known whether it looks at values.
             result: what it gave.
             may_size: whether it looks at values from which sizes can come.
-            weightless: whether there are no weights.
+            weightless: whether the model has no weights.
 
         Raises:
-            Unrecordable: its Python does, and it gives numbers.
+            Unrecordable: a closed module looks at values, and gives booleans or floats beside
+                tensors.
         """
         if isinstance(call.target, ClosedFunction) and call.looks:
             return Sizing.VALUES
@@ -107,10 +108,11 @@ class Sizings:
         return Sizing.VALUES if call.target in self._sized else perhaps
 
     def of_leaf(self, leaf: object, call: Call, sizing: Sizing, origin: Origin) -> Sizing:
-        """The same of one leaf of a result.
+        """What the size of one leaf of a call's result depends on.
 
-        Where a call is given anything whose size depends on values, so does that of its result,
-        unless it is just as large as something else that it is given.
+        If a call is given a tensor whose size depends on values, so does the size of its result. It
+        only may if the call is one that keeps sizes, and another tensor that it is given has this
+        shape.
 
         Args:
             leaf: the leaf.
@@ -132,15 +134,15 @@ class Sizings:
         return Sizing.PERHAPS if keeps and alike else Sizing.VALUES
 
     def note(self, call: Call, number: int, sizings: Sequence[Sizing]) -> None:
-        """Note whether the results of a call may be as large as values say.
+        """Note that sizes of the results of a call may depend on values.
 
         Args:
             call: the call.
             number: its place in the trace.
-            sizings: what every leaf of its result depends on.
+            sizings: for every leaf of its result what its size depends on.
 
         Raises:
-            Unrecordable: so may be how many dimensions they have.
+            Unrecordable: their number of dimensions may as well, as a `squeeze` does not say which.
         """
         refs = [value for value in call.reads() if isinstance(value, Ref)]
         everywhere = _name(call) == "squeeze" and len(call.args) + len(call.kwargs) == 1
@@ -165,15 +167,15 @@ class Sizings:
         return value in self._perhaps
 
     def check_inspected(self, value: Ref, path: str, dims: Iterable[int]) -> None:
-        """Python asks for sizes of a value on which it depends that it is as large as it is.
+        """Raise if sizes of a value that Python reads depend on values; note it if they may.
 
         Args:
             value: the value.
-            path: the open module whose Python does.
+            path: the open module whose Python reads them.
             dims: the dimensions.
 
         Raises:
-            Unrecordable: they depend on values.
+            Unrecordable: the sizes depend on values.
         """
         if self.is_dynamic(value):
             raise Unrecordable(
@@ -206,7 +208,7 @@ def _name(call: Call) -> str:
 
 
 def _by_values(call: Call) -> bool:
-    """Whether a function of torch that no tag says so of gives results as large as values say."""
+    """Whether sizes of a function's result depend on values, though no tag of torch says so."""
     name = _name(call)
     by_tensor = name == "tensor_split" and len(call.reads()) > 1
     return by_tensor or name in _OF_SPARSE
@@ -218,11 +220,11 @@ def dims_inspected(
     """The dimensions for whose sizes Python asks.
 
     Args:
-        name: of the function.
-        ndim: how many there are.
-        args: positional arguments of the function.
-        kwargs: keyword arguments.
-        frame: whose code asks.
+        name: the name of the function that Python calls.
+        ndim: the number of dimensions of the tensor.
+        args: the function's positional arguments.
+        kwargs: its keyword arguments.
+        frame: the frame whose code calls it.
     """
     every = list(range(ndim))
     dim: Any = None
@@ -245,7 +247,7 @@ def _item_after(frame: FrameType) -> object:
 
 
 def _numbers_beside_tensors(result: object) -> list[object]:
-    """Those of a result that has tensors as well; integers can be sizes."""
+    """The booleans and floats of a result that also has tensors; integers can be sizes."""
     leaves = flatten(result)[0]
     has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     return [leaf for leaf in leaves if has_tensors and type(leaf) in (bool, float)]

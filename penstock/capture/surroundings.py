@@ -36,7 +36,11 @@ class Surroundings:
         return None if now == self._ambient else now
 
     def check_settings(self, path: str) -> None:
-        """Raise if the Python of this module has changed a setting of torch since, or hooks."""
+        """Raise if the Python of this module has changed a setting of torch since the beginning.
+
+        Raises:
+            Unrecordable: it has, or it hangs hooks on what autograd saves for the backward.
+        """
         if not _is_saving_as(self._saving):
             raise Unrecordable(
                 path,
@@ -49,7 +53,7 @@ class Surroundings:
             )
 
     def seed(self) -> None:
-        """Seed the generators of Python anew, as a call may have drawn from them."""
+        """Seed Python's and numpy's generators anew, as a call may have drawn from them."""
         if self._seeded:
             seed_python(0)
 

@@ -35,8 +35,8 @@ class Structure:
             or `None` where only flattening reaches it.
         children: their structures; `None` marks a leaf.
         kind: the container's type.
-        same_kind: what structures that are alike share: the type, or what a named tuple's says of
-            itself, for there are models that make it anew at every call.
+        same_kind: what equal structures have in common: the type; for a named tuple its names and
+            fields, as some models make the class anew at every call.
     """
 
     kind: type = dataclasses.field(compare=False)
@@ -156,16 +156,17 @@ def tree_leaves(tree: object) -> list[Any]:
 def flatten_result(
     tree: object, opens: Callable[[object], bool] | None = None
 ) -> tuple[list[Any], Structure | None]:
-    """The same for what a model returns, where objects that hold tensors are opened as well.
+    """Like `flatten`, for what a model returns: objects that hold tensors are opened as well.
 
     Such are the caches of keys and values that language models return. They are put together again
-    from their attributes, so this is for arguments only where what the forward makes of them is
-    taken from its result, as with states. An object that is there twice is opened once: that it is
-    the same one would be lost.
+    from their attributes, as new objects. So arguments may be flattened like this only if what the
+    forward makes of them is taken from its result, as with states. An object that occurs twice is
+    opened once, and is a leaf after that: two new objects would not be the same one.
 
     Args:
         tree: the result.
-        opens: which of them are opened; all by default, see `holds_tensors`.
+        opens: says which objects are opened; by default those that hold tensors, see
+            `holds_tensors`.
     """
     leaves: list[Any] = []
     opened: dict[int, object] = {}
@@ -193,11 +194,11 @@ def handed_back(result: object, given: object) -> dict[int, int]:
     """The objects of plain classes in a result that were given, the very same ones.
 
     Args:
-        result: of a forward.
+        result: the result of a forward.
         given: its arguments.
 
     Returns:
-        the number of the leaf of `given` by that of the result's, as `unopened` has them.
+        for the number of the leaf in the result that in `given`, as `unopened` lists leaves.
     """
     places = {id(leaf): k for k, leaf in enumerate(unopened(given)[0]) if _is_object(leaf)}
     leaves = unopened(result)[0]
@@ -205,7 +206,7 @@ def handed_back(result: object, given: object) -> dict[int, int]:
 
 
 def leaves_of(tree: object, structure: Structure | None) -> list[Any]:
-    """The leaves of another result; what this structure has opened is opened in it."""
+    """The leaves of another result; objects are opened where this structure has opened them."""
     level = _open(tree)
     if level is None and structure is not None and type(tree) is structure.kind:
         level = _open_object(tree)
@@ -288,10 +289,11 @@ def holds_tensors(value: object) -> bool:
 
 
 def parts_of(value: object) -> list[object]:
-    """An object and what it holds, if that is tensors as well, and attributes say all of it.
+    """An object and all that it holds, if there are tensors in it and attributes say all of it.
 
-    They do not if a list or an object is there twice, or if there is a function or a method in it,
-    which may know the object itself; and a `torch.Size` would become a tuple. Then there are none.
+    The list is empty otherwise: if a list or an object occurs twice in it, if a function or a
+    method is in it, which may know the object itself, or a `torch.Size`, which would become a
+    tuple.
     """
     seen: dict[int, object] = {}
     is_tree = _is_object(value) and _is_tree(value, seen)
@@ -300,7 +302,10 @@ def parts_of(value: object) -> list[object]:
 
 
 def _is_tree(value: object, seen: dict[int, object]) -> bool:
-    """Whether all that is in it is data, and there once, but for tensors; they are `seen`, too."""
+    """Whether all that is in a value is data that occurs once; tensors may occur twice.
+
+    What is in it is added to `seen`, by id.
+    """
     if isinstance(value, torch.Tensor):
         seen[id(value)] = value
         return True

@@ -28,22 +28,23 @@ _SIZED_BY_VALUES = frozenset(
     aten.ccol_indices.default aten.row_indices.default aten._nnz.default
     """.split()
 )
-"""Operators whose results are as large as values say, and whose tags do not say so."""
+"""Operators whose results have sizes that depend on values, though no tag says so."""
 
 KNOWN_OPERATORS = frozenset(["aten", "prim", "prims"])
 """Namespaces of operators whose tags say whether they look at values."""
 
 
 class OperatorWatch(PlainDispatchMode):
-    """Notes whether an operation looks at values to see how large its result is, or draws some.
+    """While open, notes whether operators look at values, and whether they draw random numbers.
 
     Args:
-        known: runs the operators; they run as ever without it.
+        known: runs the operators; `None` to run them as usual.
 
     Attributes:
-        looks: whether one did, or gave Python a value.
-        may_size: whether one did from which sizes can come; a yes or no is none.
-        draws: whether one may have drawn random numbers.
+        looks: whether an operator looked at values to size its result, gave Python a value, or may
+            have done so because it is not torch's own.
+        may_size: whether sizes can come from the values; a boolean gives none.
+        draws: whether an operator may have drawn random numbers.
     """
 
     def __init__(self, known: KnownShapes | None = None) -> None:
@@ -77,8 +78,9 @@ class OperatorWatch(PlainDispatchMode):
 class Contents:
     """What a tensor held at some moment, to tell whether it has been changed in place since.
 
-    Its version counter says so, but for the running statistics of `F.batch_norm`: these change
-    without it, so tensors that need no gradient are compared as well, small ones with a copy.
+    Its version counter says so, except for the running statistics of `F.batch_norm`, which change
+    without it. So tensors that need no gradient are compared as well, large ones by a number that
+    is made of their contents.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -141,7 +143,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def changed(buffers: Sequence[tuple[str, torch.Tensor, Contents]]) -> tuple[str, ...]:
-    """What was written since, and the others of the same module.
+    """The names of the buffers that were written since, and of the others of the same modules.
 
     A write that happens to leave a tensor as it was must not hide that its module writes it.
     """

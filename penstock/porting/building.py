@@ -22,7 +22,7 @@ class Options:
 
     Attributes:
         devices: a Python expression; empty to leave it to the pipeline.
-        microbatches: of a batch; `None` to leave it to the pipeline.
+        microbatches: the number of micro-batches; `None` to leave it to the pipeline.
     """
 
     devices: str = ""
@@ -34,9 +34,9 @@ class Built:
     """The pipeline in a script.
 
     Attributes:
-        model: that it trains.
+        model: the model that it trains.
         anchor: the statement before which it is built.
-        pipe: its name there.
+        pipe: the name of the pipeline there.
         package: the script's name for Penstock.
         scalers: the names there of the gradient scalers that it creates.
         needs_torch: whether the script has to import torch for it.
@@ -50,14 +50,21 @@ class Built:
     needs_torch: bool = False
 
     def name_for(self, node: ast.expr) -> str:
-        """The pipeline's name where an expression is the model: a function gets it as such."""
+        """The name to use in place of an expression that is the model.
+
+        It is the pipeline's in the scope where this is built. Other functions are given the
+        pipeline under the model's name, which stays.
+        """
         variables = self.model.variables
         if isinstance(node, ast.Name) and variables.variable(node).scope is self.model.owner:
             return self.pipe
         return self.model.source.of(node)
 
     def one_call(self, step: Step) -> OneCall | None:
-        """How `train_step` does a step, if it may: with a scaler, it needs the pipeline's."""
+        """How `train_step` does a step; `None` if it must not.
+
+        If the step has a gradient scaler, the pipeline has to have created it.
+        """
         if not step.scaler or step.scaler in self.scalers:
             return step.one_call
         lookup, are_same = self.model.variables.lookup, self.model.variables.are_same
@@ -68,7 +75,7 @@ class Built:
 
 
 def build(model: Model, options: Options, changes: Changes) -> Built:
-    """Put the pipeline where it can be, and let it create the optimizer if it can.
+    """Build the pipeline where its example can be made, and let it create the optimizers it can.
 
     Raises:
         InputError: there is no such place.
@@ -114,7 +121,13 @@ class _Builder:
     def _build_before(
         self, at: int, example: Example, creations: list[optimizers.Creation]
     ) -> Built:
-        """Build the pipeline before a statement of the block."""
+        """Build the pipeline before a statement of the block.
+
+        Args:
+            at: the index of the statement in the block.
+            example: the batch that the pipeline is built with.
+            creations: what creates optimizers and scalers before the training.
+        """
         anchor, changes = self.model.place.block[at], self.changes
         scalers: set[str] = set()
         converted, moved = [], []

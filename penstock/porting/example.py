@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock.porting.source import Scope, Script, dotted, loaded, parameters, stored
 from penstock.porting.variables import Variable, Variables
 
-_BARS = ("tqdm", "trange", "track", "ProgressBar", "notebook_tqdm")  # show progress, and hand on
+_BARS = ("tqdm", "trange", "track", "ProgressBar", "notebook_tqdm")  # show progress, yield items
 
 
 class Unknown(Exception):  # noqa: N818
@@ -22,10 +22,10 @@ class Example:
     """How to have a batch before the training begins.
 
     Attributes:
-        lines: statements, in order; none if all names are there already.
+        lines: the statements that make it, in order; none if all names are there already.
         args: the arguments of a pipeline, `(x,), kwargs={"mask": mask}`.
-        needs: the names that must be there before.
-        loader: what the first batch is taken of; empty if that is nothing.
+        needs: the names that must be assigned before.
+        loader: the expression from which the first batch is taken; empty if there is none.
     """
 
     lines: tuple[str, ...]
@@ -35,16 +35,16 @@ class Example:
 
 
 _Line = ast.stmt | tuple[ast.expr, ast.expr]
-"""A statement, or what a loop assigns to what from what."""
+"""A statement, or the target and the iterable of a loop."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A call of a function, and what its parameters are then.
+    """A call of a function, and the arguments that it gives the function's parameters.
 
     Attributes:
-        call: of the function; of a closure, a call in it.
-        arguments: by parameter.
+        call: the call; for a closure without parameters a call in it, or a function in it.
+        arguments: the arguments, by parameter.
     """
 
     call: ast.AST
@@ -64,8 +64,8 @@ class Examples:
     """Finds the example of a step.
 
     Args:
-        variables: of the script.
-        owner: where the pipeline is built.
+        variables: the variables of the script.
+        owner: the scope where the pipeline is built.
     """
 
     def __init__(self, variables: Variables, owner: Scope) -> None:
@@ -79,8 +79,8 @@ class Examples:
         """The example before the training.
 
         Args:
-            call: of the model, in a step.
-            used: the names that mean something where the pipeline is built.
+            call: the call of the model, in a step.
+            used: the names that are in use where the pipeline is built, and must not be assigned.
 
         Raises:
             Unknown: there is none.
@@ -123,12 +123,19 @@ class Examples:
     def _made_in(
         self, scope: Scope, call: ast.AST, needed: set[str]
     ) -> tuple[list[_Line], set[str], str]:
-        """The statements of a function that make names for a call in it.
+        """The statements of a function that make the names that a call in it needs.
 
-        Where the pipeline is built, those are left out that are not in a loop: they come before.
+        In the scope where the pipeline is built, those outside of loops are left out: they come
+        before.
+
+        Args:
+            scope: the function, or the module.
+            call: the call, or another node.
+            needed: the names that it needs.
 
         Returns:
-            the statements, the names that they need, and what a loop takes its batches of.
+            the statements, the names that these need, and the expression from which a loop takes
+            batches.
         """
         lines: list[_Line] = []
         loader = ""
@@ -148,7 +155,10 @@ class Examples:
         return lines, needed, loader
 
     def _is_closure(self, scope: Scope) -> bool:
-        """Whether a function without parameters is where the pipeline is built, with its names."""
+        """Whether a scope is a function without parameters, defined where the pipeline is built.
+
+        It sees the names there.
+        """
         is_function = isinstance(scope, ast.FunctionDef) and not parameters(scope)
         return is_function and self.source.scope(scope) is self.owner
 
@@ -230,7 +240,7 @@ class Examples:
         return ", ".join(parts)
 
     def _given(self, scope: Scope) -> _Given:
-        """What a function is called with, at the first call.
+        """The call of a function that is found first, with the arguments that it gives.
 
         Raises:
             Unknown: it is not called in this script.
@@ -334,7 +344,7 @@ def _without_counting(
 
 
 def _draws(node: ast.expr) -> bool:
-    """Whether an argument may draw random numbers: a call of something else than a method."""
+    """Whether an argument may draw random numbers: it calls a plain name, or `torch.<name>`."""
     return any(
         isinstance(each, ast.Call)
         and (isinstance(each.func, ast.Name) or dotted(each.func).startswith("torch."))

@@ -20,8 +20,9 @@ class Beginning:
 
     Attributes:
         block: the statements among which it begins.
-        begin: the number of the statement that has the first step, or calls what trains.
-        created: the number of the last one before that creates or moves the model; -1 if none.
+        begin: the index of the statement that has the first step, or calls a function that trains.
+        created: the index of the last statement before that one that creates or moves the model; -1
+            if there is none.
     """
 
     block: list[ast.stmt]
@@ -43,19 +44,19 @@ class Model:
     """A model that a script trains.
 
     Args:
-        variables: of the script.
-        variable: one of those that are the model.
-        steps: those that train it, in the order of the text.
+        variables: the variables of the script.
+        variable: one of the variables that are the model.
+        steps: the steps that train it, in the order of the text.
 
     Attributes:
         source: the script.
         created: the assignments that create it.
-        leading: the functions in which it is trained, or that call those.
-        owner: where it is created, and the pipeline is built.
+        leading: the functions in which it is trained, and those that call them or hand them on.
+        owner: the scope where it is created, and the pipeline is built.
         place: where the training begins in the owner.
 
     Raises:
-        InputError: one of those was not found.
+        InputError: it cannot be seen where the model is created, or where the training begins.
     """
 
     def __init__(self, variables: Variables, variable: Variable, steps: list[Step]) -> None:

@@ -20,9 +20,9 @@ class Creation:
     """A call that creates an optimizer of torch for the model alone, or a scaler.
 
     Attributes:
-        at: the number of its statement in the block where the training begins.
+        at: the index of the statement that contains it, in the block where the training begins.
         call: the call.
-        statement: that it is in.
+        statement: the innermost statement that contains it.
         is_scaler: whether it creates a scaler.
     """
 
@@ -72,7 +72,7 @@ def _optimizes(model: Model, call: ast.Call) -> bool:
 
 
 def may_move(model: Model, creation: Creation, end: int) -> bool:
-    """Whether a creation may as well come after those that follow it in the block, up to `end`."""
+    """Whether a creation may be moved behind the statements up to index `end` of the block."""
     block = model.place.block
     statement, call = creation.statement, creation.call
     if statement is not block[creation.at] or not isinstance(statement, ast.Assign):

@@ -32,8 +32,8 @@ class Ported:
     """A script that uses a pipeline.
 
     Attributes:
-        text: of the script.
-        notes: by line.
+        text: the text of the script.
+        notes: what is to be known of its lines, sorted by line.
         style: how its steps train: by `"train_step"`, as a `"call"` with `loss.backward()`, or
             `"mixed"`.
     """

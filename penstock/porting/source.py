@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from penstock.errors import InputError
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
-"""Where a name is looked up."""
+"""The module or a function, in which names are looked up."""
 
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)
 _BLOCKS = ("body", "orelse", "finalbody")
@@ -97,7 +97,7 @@ class Script:
         return edits.apply(self.text)
 
     def indent(self, statement: ast.stmt) -> str:
-        """The white space before a statement."""
+        """The text before a statement on its first line: white space, unless it shares the line."""
         start = self._starts[statement.lineno - 1]
         return self.text[start : self.span(statement)[0]]
 
@@ -118,7 +118,7 @@ class Script:
     # -- places in the tree -------------------------------------------------------------------
 
     def parents(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a node is in, from the innermost to the module."""
+        """The nodes that contain a node, from the innermost to the module."""
         while node in self._parents:
             node = self._parents[node]
             yield node
@@ -142,7 +142,7 @@ class Script:
         return next(each for each in self.parents(node) if isinstance(each, ast.stmt))
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements among which one is."""
+        """The list of statements that a statement is in."""
         above = self._parents[statement]
         for name in _BLOCKS:
             block = getattr(above, name, [])
@@ -192,7 +192,7 @@ class _Unannotated(ast.NodeTransformer):
 
 
 class Edits:
-    """Changes of a text, by places in it as it was."""
+    """Changes of a text, by positions in the text before any of them."""
 
     def __init__(self) -> None:
         self._edits: list[tuple[int, int, str]] = []
@@ -273,7 +273,7 @@ def _loaded(node: ast.AST) -> set[str]:
 
 
 def parameters(scope: Scope) -> list[str]:
-    """The names of a function's parameters, in order; none of a module."""
+    """A function's parameters by name, in order, but not `*args`, `**kwargs`; none of a module."""
     if isinstance(scope, ast.Module):
         return []
     given = scope.args

@@ -11,7 +11,7 @@ from penstock.porting.source import LOOPS, Script, dotted, loaded, receiver, sto
 from penstock.porting.variables import Variable, Variables
 
 _OWN_NAMES = {"target", "loss_fn", "weight", "loss_kwargs", "metrics", "outputs", "scaler"}
-_MEANS = {  # losses of torch that are means over the rows, or over what all rows have as many of
+_MEANS = {  # losses of torch: means over rows, or over entries of which all rows have equally many
     *"cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss".split(),
     *"binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss".split(),
     *"CrossEntropyLoss NLLLoss MSELoss L1Loss SmoothL1Loss HuberLoss BCELoss".split(),
@@ -26,12 +26,12 @@ class Step:
     """One backward, and the call of the model that it begins with.
 
     Attributes:
-        call: of the model.
-        backward: the statement.
-        scaler: the name of the gradient scaler, if there is one.
+        call: the call of the model.
+        backward: the statement that calls `backward()`.
+        scaler: the name of the gradient scaler; empty if there is none.
         is_own_loss: whether the model returns the loss itself.
-        one_call: how `train_step` does it, if that surely means the same.
-        why_not: why not, otherwise.
+        one_call: how `train_step` does the step; `None` if it might not mean the same.
+        why_not: why it might not; empty otherwise.
     """
 
     call: ast.Call
@@ -47,12 +47,12 @@ class OneCall:
     """A step as a call of `train_step`.
 
     Attributes:
-        loss: the name of the loss.
-        target: an expression, or an empty text.
-        loss_fn: an expression.
-        reduction: how the loss adds up its rows.
+        loss: the name that the loss is assigned to; empty if it has none.
+        target: the target, as an expression; empty if there is none.
+        loss_fn: the loss function, as an expression.
+        reduction: whether the loss is the mean of its rows, or their sum.
         replaced: the statement that becomes the call.
-        removed: those that go.
+        removed: the other statements of the step, which go.
     """
 
     loss: str
@@ -260,10 +260,10 @@ class _Reader:
         return ""
 
     def _reduction(self, expression: ast.expr) -> Literal["mean", "sum"]:
-        """How a loss of torch adds up its rows.
+        """Whether a loss is the mean of its rows, or their sum.
 
         Raises:
-            _Unclear: it is another one.
+            _Unclear: it is not known to be either.
         """
         while isinstance(expression, ast.BinOp) and isinstance(expression.op, (ast.Div, ast.Mult)):
             if self._placeholder() in loaded(expression.right):
@@ -298,7 +298,7 @@ class _Reader:
                     raise _Unclear(f"the loss calls {each.func.id}, which is another model")
 
     def _made(self, name: str) -> ast.Call | None:
-        """The call that has made the object of a name, `nn.MSELoss()`."""
+        """The only call that makes the object of a name, `nn.MSELoss()`; `None` if none is."""
         variable = self.variables.lookup(self.source.scope(self.backward), name)
         found = [
             each.argument
@@ -361,7 +361,7 @@ class _Reader:
         return chain, f"lambda {output}, {name}: {text}"
 
     def _without_a_batch(self, expression: ast.expr, output: str, text: str) -> tuple[str, str]:
-        """The target where the step's names are none that a loop changes."""
+        """The target and the loss function, if the loss uses no name that a loop assigns."""
         names = [
             name
             for argument in getattr(expression, "args", [])[1:]
@@ -373,7 +373,7 @@ class _Reader:
         raise _Unclear("what the target is cannot be seen")
 
     def _is_number(self, name: str) -> bool:
-        """Whether a name that a loop assigns is a count, as in `for i, x in enumerate(...)`."""
+        """Whether a name that a loop assigns is the counter of `enumerate`."""
         loop = self.source.loops(self.backward)[0]
         if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Tuple):
             return False
@@ -391,7 +391,7 @@ class _Reader:
         }
 
     def _check_uses(self, loss: str) -> None:
-        """Raise if the model's result is used besides in the loss."""
+        """Raise if the model's result is used elsewhere than in the loss."""
         for name in sorted(stored(*self.chain)):
             own = {*map(id, self.chain), id(self.backward)}
             for node in self.source.walk(self.source.scope(self.backward)):
@@ -412,7 +412,7 @@ class _Reader:
         return isinstance(above, ast.Attribute) and above.attr in ("backward", "grad_fn")
 
     def _is_other(self, node: ast.Name, name: str) -> bool:
-        """Whether a name has got another value since: in another loop, by an assignment there."""
+        """Whether a name has another value here: it is assigned before, and not by the step."""
         statement = self.source.statement(node)
         before = straight(self.source, statement)
         own = {id(each) for each in self.chain}
@@ -425,7 +425,7 @@ class _Reader:
         return self.chain[0].lineno < statement.lineno < self.backward.lineno
 
     def _place(self) -> ast.stmt:
-        """The statement where forward and backward can be at once.
+        """The statement in whose place forward and backward can run together.
 
         Raises:
             _Unclear: there is none.
@@ -512,7 +512,7 @@ def _is_false(node: ast.expr) -> bool:
 
 
 def _is_balanced(text: str) -> bool:
-    """Whether no bracket of a text closes one before it."""
+    """Whether a text is an expression by itself: no bracket in it closes one before it."""
     try:
         ast.parse(text, mode="eval")
     except SyntaxError:

@@ -14,7 +14,7 @@ from penstock.porting.variables import Passed, Variables
 SUPPORTED = frozenset(
     "train eval training parameters named_parameters state_dict load_state_dict zero_grad".split()
 )
-"""What functions of a script may do with a pipeline as with a model, besides calling it."""
+"""Attributes of a model that a pipeline has as well, for functions of the script to use."""
 
 _CLIPS = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_")
 _MOVES = ("to", "cuda", "cpu")
@@ -35,7 +35,7 @@ def change_uses(built: Built, changes: Changes) -> None:
 
 
 def _use_in_owner(name: ast.Name, built: Built, changes: Changes) -> None:
-    """Where the pipeline is built, it has a name of its own."""
+    """Change a use of the model where the pipeline is built and has a name of its own."""
     model, source = built.model, changes.source
     above = source.parent(name)
     passed = model.variables.passing(name)
@@ -69,7 +69,7 @@ def _use_in_owner(name: ast.Name, built: Built, changes: Changes) -> None:
 
 
 def _use_in_training(name: ast.Name, built: Built, changes: Changes) -> None:
-    """A function that trains has the pipeline under the model's name."""
+    """Change a use of the model in a function that trains, where its name is the pipeline's."""
     source = changes.source
     statement, above = source.statement(name), source.parent(name)
     if isinstance(above, ast.Call) and above.func is name:
@@ -115,7 +115,10 @@ def _accepts(variables: Variables, passed: Passed, depth: int = 0) -> bool:
 
 
 def _is_scalar(source: Script, call: ast.Call) -> bool:
-    """Whether a part of a call's result is used that is not one row for each of the batch."""
+    """Whether the result of a call may hold a loss.
+
+    So it is if `.loss` or an item of it is used, or if it is unpacked.
+    """
     above = source.parent(call)
     if isinstance(above, ast.Attribute):
         return above.attr == "loss"

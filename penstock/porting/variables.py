@@ -25,10 +25,10 @@ class Passed(NamedTuple):
     """An argument of a call of one of the script's own functions.
 
     Attributes:
-        call: of the function.
-        function: that is called.
-        parameter: of the function.
-        argument: what the parameter is there.
+        call: the call.
+        function: the function that is called.
+        parameter: the name of the parameter.
+        argument: the expression that is passed for it.
     """
 
     call: ast.Call
@@ -84,7 +84,7 @@ class Variables:
         return f"{self._imported.get(first, first)}{dot}{rest}"
 
     def is_imported(self, name: str) -> bool:
-        """Whether a name comes from another module."""
+        """Whether a name comes from a `from … import …`, or from an `import … as …`."""
         return name in self._imported
 
     def is_wrapper(self, node: ast.AST) -> bool:
@@ -119,7 +119,7 @@ class Variables:
         return Variable(scope, name)
 
     def _owned(self, scope: Scope) -> set[str]:
-        """The names that belong to a function."""
+        """The names that are local to a function."""
         if scope not in self._kept:
             elsewhere: set[str] = set()
             own = set(parameters(scope))
@@ -170,7 +170,7 @@ class Variables:
         return next((each for each in self.passed if each.argument is argument), None)
 
     def uses(self, of: Variable) -> Iterator[ast.Name]:
-        """Every place where a model is read, in the order of the text."""
+        """Every place where the object of a variable is read, in no particular order."""
         for node in ast.walk(self.source.tree):
             if (
                 isinstance(node, ast.Name)
