@@ -153,12 +153,12 @@ class Model:
     def name_before(self, line: int) -> str:
         """The name of the model in the owner before a line: the one that it got last."""
         names = [
-            node.id
+            ((node.lineno, node.col_offset), node.id)
             for node in self.source.walk(self.owner)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
             if self.is_it(node) and node.lineno < line
         ]
-        return names[-1] if names else self.variable.name
+        return max(names)[1] if names else self.variable.name
 
     def parameters_of(self, node: ast.expr) -> ast.expr | None:
         """`model` in `model.module.parameters()`; `None` for anything else."""

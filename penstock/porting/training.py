@@ -272,8 +272,9 @@ class _Reader:
         if not isinstance(expression, ast.Call):
             raise _Unclear("the loss is not one function of torch")
         name, options = self.variables.full(expression.func), expression.keywords
-        if isinstance(expression.func, ast.Name) and not self.variables.is_imported(name):
-            made = self._made(expression.func.id)
+        called = expression.func
+        if isinstance(called, ast.Name) and not self.variables.is_imported(called.id):
+            made = self._made(called.id)
             if made is None or made.args:
                 raise _Unclear(f"whether {name} is a mean over rows cannot be seen")
             name, options = self.variables.full(made.func), [*options, *made.keywords]

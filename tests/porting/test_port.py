@@ -165,6 +165,21 @@ def test_names_of_the_example_that_mean_something_else_where_the_model_is_made()
     assert "ps.Pipeline(model, (example_x,))" in found.text
 
 
+def test_a_loss_that_is_imported_by_its_own_name() -> None:
+    head = HEAD.replace("as F", "as F\nfrom torch.nn.functional import mse_loss")
+    found = port(head + f"    {FORWARD}\n    loss = mse_loss(out, y)\n    {BACKWARD}\n")
+    assert "pipe.train_step(x, target=y, loss_fn=mse_loss)" in found.text
+
+
+def test_the_pipeline_is_given_the_name_that_the_model_got_last() -> None:
+    script = HEAD.replace(
+        "mean, total", 'if 1 > 2:\n    other = model.cuda()\nnet = model.to("cpu")\nmean, total'
+    )
+    script = script.replace("model.parameters", "net.parameters")
+    found = port(script + f"    out = net(x)\n    {LOSS}\n    {BACKWARD}\n")
+    assert "ps.Pipeline(net, " in found.text
+
+
 def test_wrappers_go_with_the_condition_around_them() -> None:
     lines = HEAD.replace(
         "mean, total",
