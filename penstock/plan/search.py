@@ -40,11 +40,10 @@ def plan(
     With `inference=True` that is the plan with the most forwards in a second, when as many batches
     are under way as keep all stages busy: see `penstock.plan.flow`.
 
+    Everything but the profile is as in `penstock.plan.request.Request`.
+
     Args:
         profile: measured costs.
-        num_microbatches, schedule, cuts, recompute, memory_limit, optimizer_state,
-            stages_per_worker, any_order, replicas, inference, in_flight: as in
-            `penstock.plan.request.Request`.
 
     Returns:
         the plan, with its predicted step time and the bound.

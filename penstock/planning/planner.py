@@ -367,11 +367,8 @@ def profiles_for(
 ) -> list[Profile]:
     """A profile for each of the lists of devices on which what is asked for is possible.
 
-    Several are measured in turns, together `TOGETHER` times as long as one.
-
-    Args:
-        program, args, kwargs, choices, request, limits, seconds, fresh, threads, where,
-            progress: as of `plan_for`.
+    Several are measured in turns, together `TOGETHER` times as long as one. The arguments are those
+    of `plan_for`.
 
     Raises:
         PlanError: there is none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -20,6 +21,8 @@ NAMED = {
     path: re.findall(r"^::: ([\w.]+)$", path.read_text(), re.MULTILINE)
     for path in sorted((DOCS / "api").glob("*.md"))
 }
+
+LISTS = re.compile(r"^(?:Args|Attributes|Raises):\n((?:(?: .*)?\n)+)", re.MULTILINE)
 
 
 def value(path: str) -> Any:
@@ -48,6 +51,20 @@ def test_the_api_has_every_public_name() -> None:
 def test_what_the_api_shows_is_documented() -> None:
     for path in [path for paths in NAMED.values() for path in paths]:
         assert value(path).__doc__, path
+
+
+def test_what_a_docstring_lists_is_read_by_the_site() -> None:
+    """Names and their colon have to be on one line, or the site's strict build ends there."""
+    unread = [
+        f"{path.relative_to(HOME)}: {line.strip()}"
+        for path in sorted((HOME / "penstock").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for part in LISTS.findall(f"{ast.get_docstring(node) or ''}\n")
+        for line in re.findall(r"^    \S.*$", part, re.MULTILINE)
+        if ":" not in line
+    ]
+    assert not unread
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -81,7 +98,7 @@ def test_the_site_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = importlib.import_module("mkdocs.config")
     monkeypatch.chdir(HOME)
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    commands.build(config.load_config(str(HOME / "mkdocs.yml"), site_dir=str(tmp_path)))
+    commands.build(config.load_config(str(HOME / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
     index = (tmp_path / "index.html").read_text()
     assert "images/step.png" in index
     loads = re.compile(r'<(?:script|link rel="stylesheet"|img)[^>]*(?:src|href)="(?:https?:)?//')
