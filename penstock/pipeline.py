@@ -33,6 +33,7 @@ from penstock.checkpoint.autosave import Autosave
 from penstock.checkpoint.saver import Save
 from penstock.devices.allocator import Allocator
 from penstock.devices.choice import Devices, existing_devices
+from penstock.devices.cores import threads_beside
 from penstock.devices.settings import with_autograd
 from penstock.display.terminal import Progress, showing
 from penstock.engine.batch import ByHand, Weight, Whole
@@ -306,7 +307,7 @@ class Pipeline:
             if report:
                 report(0, 1, f"recording what {type(model).__name__} does")
             if program is None:
-                with backend.operation("the capture"):
+                with backend.operation("the capture"), threads_beside(backend.starting):
                     program = recording.capture(model, args, kwargs)
             self.program = program
             source = source_of(model, weights)

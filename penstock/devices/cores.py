@@ -44,6 +44,24 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
+@contextmanager
+def threads_beside(busy: int) -> Iterator[None]:
+    """Meanwhile, the calling thread's operations leave this many cores to others, but use one.
+
+    An operation is divided into equal parts, and ends with the last of them. Where one thread has
+    to share its core, for example with a process that imports torch, all others wait for it.
+
+    Args:
+        busy: the cores that others keep busy.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before - busy))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def flushes_denormal() -> bool:
     """Whether the calling thread takes denormal numbers for 0 (`torch.set_flush_denormal`)."""
     return math.ulp(0.0) * 1.0 == 0.0

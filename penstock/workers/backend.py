@@ -94,6 +94,7 @@ class Backend(ABC):
             is one replica; see `penstock.plan.layout.Memory`.
         why_one_replica: a sentence that says why a search tries only one replica; empty if it may
             try several.
+        starting: the processes of this machine that start meanwhile; each keeps a core busy.
         probe: measures the links between workers.
     """
 
@@ -104,6 +105,7 @@ class Backend(ABC):
     in_one_memory: bool = True
     copies_gradients: bool = False
     why_one_replica: str = ""
+    starting: int = 0
     probe: LinkProbe
 
     @property

@@ -81,6 +81,7 @@ class ProcessBackend(DrivenBackend):
             self._pool = self._pool_of(max(0, count - staying), None, spares=0)
         else:
             self._pool = self._pool_of(count, survivors, spares)
+        self.starting = len(self._pool) + self._pool.spares
         self.probe = ProcessProbe(self._pool)
 
     def _pool_of(self, count: int, survivors: ProcessSurvivors | None, spares: int) -> ProcessPool:
