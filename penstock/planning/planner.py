@@ -36,7 +36,7 @@ _LOG = logging.getLogger("penstock")
 TUNED = 4
 """Plans that are measured when that is asked for."""
 
-PROMPT = 7.0
+PROMPT = 5.0
 """Seconds of a profile that the first step waits for."""
 
 _WORTH = 0.98

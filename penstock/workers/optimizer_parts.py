@@ -17,6 +17,8 @@ from penstock.links.local import Aborted
 Groups = Sequence[Mapping[str, Any]]
 State = dict[torch.Tensor, Any]
 
+_SMALL = 32 * 1024  # bytes of a parameter, on average
+
 
 class Parts(Protocol):
     """The parts of one optimizer, wherever they are."""
@@ -69,21 +71,42 @@ class LocalParts:
         run: Callable[[Sequence[Callable[[], Any]]], Any],
     ) -> None:
         self._parts = [part_of(kind, groups, options, owned) for owned in owners]
+        self._in_turn = _are_small([parameter for owned in owners for parameter in owned])
         self._run = run
 
     def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
-        """Run the step of every part on its worker, all at the same time."""
+        """Run the step of every part on its worker, or, if parameters are small, all on the first.
+
+        An operation on a small tensor takes less time than threads take to pass on the
+        interpreter, which each of them needs before it and after it.
+        """
         warn_of_no_gradients(groups)
         for part in self._parts:
             part.state = state  # type: ignore[assignment]
             use_settings(part, settings_of(groups))
-        self._run([partial(_step, worker, part) for worker, part in enumerate(self._parts)])
+        steps = [partial(_step, worker, part) for worker, part in enumerate(self._parts)]
+        if self._in_turn:
+            steps = [partial(_each, steps), *[partial(_each, ())] * (len(steps) - 1)]
+        self._run(steps)
 
     def fetch(self, state: State) -> None:
         """Do nothing: parts in this process write into `state` itself."""
 
     def load(self, state: State) -> None:
         """Do nothing: the parts get `state` with the next step."""
+
+
+def _are_small(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the steps of parts are faster one after the other: small parameters, all on CPUs."""
+    if not parameters or any(parameter.device.type != "cpu" for parameter in parameters):
+        return False
+    return sum(parameter.nbytes for parameter in parameters) < _SMALL * len(parameters)
+
+
+def _each(jobs: Sequence[Callable[[], None]]) -> None:
+    """Do one job after the other."""
+    for job in jobs:
+        job()
 
 
 def _step(worker: int, part: Optimizer) -> None:

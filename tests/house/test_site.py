@@ -98,7 +98,8 @@ def test_the_site_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = importlib.import_module("mkdocs.config")
     monkeypatch.chdir(HOME)
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    commands.build(config.load_config(str(HOME / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    settings = config.load_config(str(HOME / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    commands.build(settings)
     index = (tmp_path / "index.html").read_text()
     assert "images/step.png" in index
     loads = re.compile(r'<(?:script|link rel="stylesheet"|img)[^>]*(?:src|href)="(?:https?:)?//')

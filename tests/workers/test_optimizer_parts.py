@@ -1,11 +1,47 @@
-"""What is remembered of parameters is where these are."""
+"""Where the parts of an optimizer run, and where what it remembers is."""
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.workers.optimizer_parts import move_state
+
+
+class _Noted(torch.optim.SGD):
+    """Notes the threads in which it steps."""
+
+    threads: set[str]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.threads.add(threading.current_thread().name)
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("width", "names"), [(8, {"penstock-0"}), (256, {"penstock-0", "penstock-1"})]
+)
+def test_small_parameters_are_updated_by_one_thread(width: int, names: set[str]) -> None:
+    _Noted.threads = set()
+    model, x = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), torch.randn(4, width)
+    alone = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).square().mean().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    alone.step()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    alone.zero_grad()
+    model.load_state_dict(before)
+    options = {"replicas": 1, "num_microbatches": 1, "progress": None}
+    with ps.Pipeline(model, (x,), devices=["cpu"] * 2, workers="threads", **options) as pipe:
+        optimizer = pipe.optimizer(_Noted, lr=0.1)
+        pipe.train_step(x, loss_fn=lambda y: y.square().mean())
+        optimizer.step()
+    assert _Noted.threads == names
+    assert all(torch.equal(expected[name], value) for name, value in model.state_dict().items())
 
 
 def test_state_follows_parameters_to_other_devices() -> None:

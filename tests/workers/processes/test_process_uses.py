@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock.capture.capturing import CaptureOptions
 from penstock.workers.processes.parts import RemoteParts
 from tests.support.models import mlp
 from tests.support.pool import drain
@@ -447,3 +448,25 @@ def test_parametrized_modules() -> None:
                 optimizer.step()
             found.append([loss, *(t.clone() for t in model.state_dict().values())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_capture_leaves_a_core_to_each_process_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+    capture = CaptureOptions.capture
+
+    def noted(options: CaptureOptions, *args: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return capture(options, *args)
+
+    monkeypatch.setattr(CaptureOptions, "capture", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        for kind in ("threads", "processes"):
+            make(mlp(6, 6, 6), kind).close()
+            assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
+    assert (found[0], found[-1]) == (5, 3)
