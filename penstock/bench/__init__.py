@@ -1,1 +1,1 @@
-"""Every benchmark: those that `penstock bench` runs and draws, and those of `python -m`."""
+"""The benchmarks of `penstock bench`, and those of `python -m penstock.bench NAME`."""

@@ -1,4 +1,4 @@
-"""`python -m penstock.bench NAME ...`: one of the benchmarks; without a name, a list of them."""
+"""`python -m penstock.bench NAME ...` runs a benchmark; without a name, it lists them all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ NAMES = (
 
 
 def main(name: str = "", *arguments: str) -> int:
-    """Run a benchmark with these arguments; returns its exit status."""
+    """Run a benchmark; if there is none of this name, list all of them.
+
+    Args:
+        name: the name of the benchmark, one of `NAMES`.
+        *arguments: its command-line arguments.
+
+    Returns:
+        the exit status of the benchmark; after a list 0, or 2 if the name is unknown.
+    """
     if name in NAMES:
         status: int = importlib.import_module(f"penstock.bench.{name}").main(arguments)
         return status

@@ -1,13 +1,15 @@
-"""Whether the account of a step finds what was wrong, on simulated pipelines with one thing wrong.
+"""Whether the account of a step finds the cause of lost time, in simulated pipelines with a fault.
 
     python -m penstock.bench attribution [--count 1000] [--seed 0] [--json FILE] [--record]
 
-Every pipeline has random stages, micro-batches, schedule, replicas and noise; in half of them it
-takes time to read the values of other workers. Then one thing is
-made wrong: a worker is slower than planned, a link is slow, a stage is planned to be longer than
-the others, or data come late. It is made so wrong that it costs more than anything else does,
-by the simulator: the step without it, beside the step with it. The account of the recorded step
-must name it as what costs most, with the worker or the link that it is.
+Every pipeline has a random schedule and random numbers of stages, micro-batches and replicas. The
+durations of its actions vary by up to 2 %, and in half of the pipelines it takes time to read the
+values of other workers. Each pipeline has one fault: a worker is slower than planned, a link is
+slow, a stage is planned to be longer than the others, or data come late. The fault is made so large
+that it costs more than anything else; its cost is the simulated step with it less the simulated
+step without it. The account of the recorded step must name this cause as the largest loss, with
+the worker, the stage or the link. The exit status is 1 if that fails for more than 1 % of the
+pipelines.
 """
 
 from __future__ import annotations
@@ -34,27 +36,27 @@ SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
 
 _FORWARD = 0.01  # seconds of a stage, about
 _WORSE = 1.3  # times as much as anything else costs
-_SHARE = 0.99  # of the causes that must be found
+_SHARE = 0.99  # the share of the causes that must be found
 _START = 10**9  # when a recorded step begins, in nanoseconds
 
 
 @dataclass(frozen=True)
 class Case:
-    """A simulated pipeline.
+    """A simulated pipeline, with or without a fault.
 
     Attributes:
-        schedule: its name.
-        workers: of a replica.
-        stages: of a replica.
-        microbatches: of a replica.
-        replicas: how many.
-        forward: the seconds of every stage's forward, as planned.
-        noise: the seed of the random numbers by which actions differ.
-        spread: by what share they differ at most.
-        read: seconds that a worker takes to read another's values, which it notes as waiting.
-        cause: what is wrong.
-        where: the worker, the stage, or the stage before the link that it is about.
-        much: how wrong: a factor, or seconds.
+        schedule: the name of its schedule.
+        workers: the number of workers of a replica.
+        stages: the number of stages of a replica.
+        microbatches: the number of micro-batches of a replica.
+        replicas: the number of replicas.
+        forward: the planned seconds of every stage's forward, without the fault.
+        noise: the seed of the random durations of actions.
+        spread: by what share of its duration an action varies at most.
+        read: seconds that a worker takes to read another's values, recorded as waiting.
+        cause: the fault, one of `CAUSES`; empty if there is none.
+        where: the number of the worker, of the stage, or of the stage before the link at fault.
+        much: how large the fault is: a factor for `SLOW` and `IMBALANCE`, else seconds.
     """
 
     schedule: str
@@ -72,7 +74,7 @@ class Case:
 
     @property
     def planned(self) -> Costs:
-        """What the plan says of a replica's stages."""
+        """The planned costs of a replica's stages; with an imbalance, one stage is longer."""
         forward = list(self.forward)
         if self.cause == IMBALANCE:
             forward[self.where] *= self.much
@@ -121,7 +123,7 @@ class Case:
         )
 
     def events(self) -> list[Event]:
-        """When everything happens, with what is wrong, in seconds since the first pass began."""
+        """When every action begins and ends, with the fault, in seconds since the pass began."""
         costs, noise, spread = self.planned, Random(self.noise), self.spread
         latency, transfer = [0.0] * (self.stages - 1), [0.0] * (self.stages - 1)
         if self.cause == LINK:
@@ -146,7 +148,7 @@ class Case:
         return found
 
     def _read_before(self, action: Action) -> float:
-        """Seconds for reading what an action begins with, if another worker sends it."""
+        """The seconds for reading the input of an action; 0 if its own worker has made it."""
         kind, stage, _ = action
         other = stage - 1 if kind is Kind.FORWARD else stage + 1
         is_sent = kind is not Kind.WEIGHT and 0 <= other < self.stages
@@ -154,12 +156,12 @@ class Case:
 
     @property
     def seconds(self) -> float:
-        """Of the step, with what comes before it."""
+        """The seconds of the step, including the wait for data before it."""
         return self.data_seconds + max(event.end for event in self.events())
 
     @property
     def filling(self) -> float:
-        """What the schedule costs: if the same work were shared out evenly."""
+        """The cost of the schedule: seconds that workers are idle if the work is spread evenly."""
         work = [0.0] * (self.replicas * self.workers)
         for event in self.events():
             work[event.worker] += event.end - event.start
@@ -194,7 +196,7 @@ class Case:
 
 
 def case(random: Random) -> Case:
-    """A random pipeline with one thing wrong that costs more than anything else."""
+    """A random pipeline with a fault that costs more than anything else."""
     schedule = random.choice(SCHEDULES)
     workers = random.randint(2, 6)
     stages = workers * (2 if schedule == "interleaved" else 1)
@@ -221,9 +223,10 @@ def case(random: Random) -> Case:
 
 
 def _cost(wrong: Case) -> float:
-    """What a step takes more because of what is wrong; for a stage that is longer, unevenly so.
+    """By how many seconds a step is longer because of the fault.
 
-    Work that is only unequal would be there as well if it were shared out evenly.
+    For an imbalance, this is the step less one in which the same work is spread evenly over the
+    stages.
     """
     right = replace(wrong, cause="")
     if wrong.cause == IMBALANCE:
@@ -234,7 +237,7 @@ def _cost(wrong: Case) -> float:
 
 
 def is_found(wrong: Case, found: Account) -> bool:
-    """Whether what costs most, by the account, is what is wrong, and where."""
+    """Whether the largest loss in the account has the cause of the fault, and its place."""
     first = found.losses[0]
     if first.cause != wrong.cause:
         return False
@@ -247,13 +250,14 @@ def is_found(wrong: Case, found: Account) -> bool:
 
 @dataclass(frozen=True)
 class Score:
-    """What was found.
+    """How many causes were found.
 
     Attributes:
-        cases: by what was wrong.
-        found: of these.
-        most_apart: by what share of a step the parts of a worker missed it at most.
-        missed: the others, and what was named instead.
+        cases: the number of pipelines with each cause.
+        found: for each cause, how many times it was found.
+        most_apart: the largest difference between the sum of a worker's parts and the step, as a
+            share of the step.
+        missed: the pipelines whose cause was not found, each with the loss that was named instead.
     """
 
     cases: Counter[str]
@@ -263,12 +267,12 @@ class Score:
 
 
 def judged(count: int, seed: int, progress: Callable[[int], None] = lambda done: None) -> Score:
-    """Account for so many random pipelines.
+    """Account for random pipelines, and count the causes that are found.
 
     Args:
-        count: how many.
-        seed: of the random numbers.
-        progress: called with how many are done.
+        count: the number of pipelines.
+        seed: the seed of the random numbers.
+        progress: called with the number of pipelines that are done.
     """
     cases, hits, apart, missed = Counter[str](), Counter[str](), 0.0, []
     for number in range(count):
@@ -285,10 +289,10 @@ def judged(count: int, seed: int, progress: Callable[[int], None] = lambda done:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print, and keep if that is asked for, how many causes are found."""
+    """Print how many causes are found; returns 1 if they are too few, see `_SHARE`."""
     parser = record.parser("attribution", __doc__)
-    parser.add_argument("--count", type=int, default=1000, help="of pipelines")
-    parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    parser.add_argument("--count", type=int, default=1000, help="number of pipelines")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
     options = parser.parse_args(arguments)
     with callback("pipelines") as progress:
         score = judged(

@@ -3,13 +3,13 @@
     python -m penstock.bench capture_time [--rounds 3] [--only WORD] [--json FILE] [--record]
 
 The models are transformers of several depths, convolutions in two and three dimensions, a long
-sequence, and MONAI's SwinUNETR where it is installed. Capturing is timed in one process, whose
-first capture, which imports much, is left out; `--rounds 0` leaves all of that out.
+sequence, and MONAI's SwinUNETR where it is installed. Captures are timed in one process, after a
+first one that does not count because it imports much; `--rounds 0` skips the timing.
 
-Memory is measured in a fresh process for each figure, beyond the model and the example: the most
-bytes that tensors hold at the same time, which is the same on every machine, and by how much the
-process itself has grown at most. It is that of capturing, and for comparison that of one forward
-and backward of the example and of its first row, with the gradients of all parameters.
+Memory is measured in a new process for each figure, beyond that of the model and the example: the
+peak bytes of tensors, which are the same on every machine, and the peak growth of the resident
+memory of the process. It is measured for a capture and, for comparison, for a forward and backward
+in plain PyTorch of the example and of its first row, with the gradients of all parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNET = "3-D U-Net, 4 volumes of 32³"
 
 
 class Block(nn.Module):
-    """Convolves twice, normalises in between, adds what it was given, and masks it with that."""
+    """Two 3-D convolutions with a shortcut; the result is multiplied by its own sigmoid."""
 
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Block(nn.Module):
         self.skip = nn.Conv3d(inside, outside, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Values as they are after it."""
+        """Volumes (rows, inside, depth, height, width) as (rows, outside, depth, height, width)."""
         h = F.gelu(self.norm(self.one(x)))
         h = F.gelu(self.two(h) + self.skip(x))
         return h * torch.sigmoid(h)
 
 
 class UNet(nn.Module):
-    """Down, up, and across."""
+    """A 3-D U-Net of three levels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def swin_unetr() -> Case:
 
 
 def cases() -> dict[str, Callable[[], Case]]:
-    """What makes each model and its example, by name."""
+    """Functions that build each model and its example, by name."""
     found: dict[str, Callable[[], Case]] = {
         f"narrow GPT-2, {layers} layers": partial(language, layers, 64, 256, 32)
         for layers in DEPTHS
@@ -128,7 +128,7 @@ def cases() -> dict[str, Callable[[], Case]]:
 
 
 def seconds_of(built: dict[str, Case], rounds: int) -> dict[str, list[float]]:
-    """The seconds that capturing takes, in turns."""
+    """Capture the models in turns; the seconds of every round, by the name of the model."""
     ps.capture(nn.Linear(2, 2), (torch.ones(2, 2),))
 
     def captured(model: nn.Module, given: dict[str, Any]) -> None:
@@ -142,16 +142,16 @@ def seconds_of(built: dict[str, Case], rounds: int) -> dict[str, list[float]]:
 
 
 def held(name: str, way: str, frozen: bool = False) -> dict[str, int]:
-    """What a model takes in memory, in a process of its own.
+    """Measure the memory of a capture or of a step, in a process of its own.
 
     Args:
-        name: of the case.
-        way: one of `WAYS`.
-        frozen: whether no parameter needs a gradient, but the inputs do.
+        name: the name of the case.
+        way: one of `WAYS`: a capture, a step of the example, or a step of its first row.
+        frozen: whether the inputs require gradients instead of the parameters.
 
     Returns:
-        `live`, the bytes of tensors; `resident`, by how many bytes the process has grown; `calls`,
-        if it is captured.
+        `live`, the peak bytes of tensors; `resident`, the peak growth of the process in bytes; and
+        for a capture `calls`, the number of calls of the program.
     """
     given = ("--only", name, "--hold", way, *(["--frozen"] if frozen else []))
     found: dict[str, int] = record.in_own_process(
@@ -161,7 +161,7 @@ def held(name: str, way: str, frozen: bool = False) -> dict[str, int]:
 
 
 def hold(case: Case, way: str, frozen: bool) -> dict[str, int]:
-    """The same in this process, which has done nothing else before."""
+    """Measure as `held` does, in this process, which has done nothing else before."""
     torch.set_num_threads(1)
     model, given = case
     if frozen:
@@ -169,7 +169,7 @@ def hold(case: Case, way: str, frozen: bool) -> dict[str, int]:
         for leaf in pytree.tree_leaves(given):
             leaf.requires_grad_()
     step(*_small())
-    ps.capture(_small()[0], **_small()[1])  # what is imported late
+    ps.capture(_small()[0], **_small()[1])  # so that late imports do not count
     found: dict[str, int] = {}
     if way == "row":
         given = pytree.tree_map(lambda leaf: leaf[:1].clone(), given)
@@ -211,8 +211,8 @@ def described(row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Measure and print."""
     parser = record.parser("capture_time", __doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of captures that are timed")
-    parser.add_argument("--only", default="", help="the models whose names contain this")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of timed captures")
+    parser.add_argument("--only", default="", help="only the models whose names contain this")
     parser.add_argument("--hold", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--frozen", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

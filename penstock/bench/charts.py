@@ -18,7 +18,7 @@ _PLAIN, _OURS, _FOUND = "#9aa5b1", "#4c78a8", "#e1812c"
 def save_bars(contestants: Sequence[Contestant], path: Path, title: str) -> None:
     """Bars with error bars: the mean of the repeats and their standard deviation.
 
-    Over each bar stand its time and how many times as fast as the first one it is.
+    The text over each bar gives its mean and its speed-up over the first bar.
 
     Args:
         contestants: pipelines and others; the first one is what the others are compared with.
@@ -46,7 +46,7 @@ def save_bars(contestants: Sequence[Contestant], path: Path, title: str) -> None
 
 
 def save_sweep(contestants: Sequence[Contestant], path: Path, title: str) -> None:
-    """Time against micro-batch size; the best that was found, and Penstock's own choice.
+    """Times against micro-batch sizes, with marks at the best one and at Penstock's choice.
 
     Args:
         contestants: one per size, and Penstock's choice at the end.
@@ -80,7 +80,7 @@ def save_counts(lines: Sequence[Line], path: Path, title: str) -> None:
     """Time against the number of micro-batches, a line for each way, with its limit dashed.
 
     Args:
-        lines: the one that the others are compared with first.
+        lines: one for each way of training; the way that the others are compared with is first.
         path: of the PNG file.
         title: above the figure.
     """
@@ -105,9 +105,10 @@ def save_counts(lines: Sequence[Line], path: Path, title: str) -> None:
 
 
 def save_memory(memory: Memory, path: Path, title: str) -> None:
-    """Bars of the private memory of every process, a panel for each scheme.
+    """Bars of the private memory of every process in MiB, with a panel for each scheme.
 
-    Under each scheme stands what all of it takes, with shared memory counted once.
+    Memory is counted beyond that of the processes at rest. The text under a panel gives the shared
+    memory, with each page counted once, and the total of all processes.
 
     Args:
         memory: what was measured.
@@ -142,7 +143,7 @@ def _points(axes: Any, contestants: Sequence[Contestant], scale: float, **style:
 
 
 def _label_seconds(axes: Any, contestants: Sequence[Contestant]) -> float:
-    """Prepare the axis of times for these; what to multiply seconds by."""
+    """Label and scale the axis of times; returns the factor from seconds to its unit."""
     top = max(c.mean + c.deviation for c in contestants)
     scale, unit = (1.0, "seconds") if top >= 0.1 else (1e3, "milliseconds")
     axes.set_ylabel(f"{unit} (mean ± standard deviation)")

@@ -1,21 +1,23 @@
 """Penstock beside its peers, on two CPU cores, in one run.
 
     python -m penstock.bench compare [--models resnet,vit,gpt,unet,wide,tiny] [--rounds 9]
-        [--quick] [--record]
+        [--quick] [--json FILE] [--record]
 
-For every model, first the configurations of the peers run alone for a step (more micro-batches as
-long as they are not slower than fewer), and the fastest third for a few more, to find each peer's
-best: `torch.distributed.pipelining` (all its schedules, 2 to 16 micro-batches, cut by hand and
-again where Penstock cuts for as many micro-batches), `DistributedDataParallel` (micro-batches,
-sizes of buckets), FSDP2 (micro-batches, what is gathered at a time), and one process with all cores
-(micro-batches, whether threads that wait sleep). Then they take turns, a few at a time, as the
-memory of many trainings at once would be taken away while they wait: Penstock with what it chooses
-itself (`devices=` left out), and with stages where it chooses something else, each in threads and
-in processes; then the best of each peer. Penstock's choice in threads takes part in every group,
-and all are compared with its steps of the same rounds. A turn is a step, or half a second of steps,
-round after round, in an order that is drawn anew for every round. A step is forward, loss, backward
-and the optimizer, for all. All have the same conditions: one intra-op thread a worker, or as many
-as cores for a process that has them all, and an allocator that keeps freed memory. Penstock's first
+For every model, each configuration of the peers first runs alone for a step (more micro-batches
+only as long as they are not slower than fewer), and the fastest third for a few more, to find each
+peer's best: `torch.distributed.pipelining` (all its schedules, 2 to 16 micro-batches, cut by hand
+and again where Penstock cuts for as many micro-batches), `DistributedDataParallel` (micro-batches,
+bucket sizes), FSDP2 (micro-batches, what is gathered at a time), one process with all cores
+(micro-batches, whether waiting threads sleep), and one process with one thread (micro-batches).
+
+Then the contestants take turns: Penstock with what it chooses itself (`devices=` left out), and
+with stages where it chooses something else, each in threads and in processes; and the best of each
+peer. They do so in groups of a few, because the system may take away the memory of processes that
+wait while many others train. Penstock's choice in threads takes part in every group, and all are
+compared with its steps of the same rounds. A turn is one step, or as many as Penstock runs in half
+a second, and the order is drawn anew for every round. For all, a step is forward, loss, backward
+and the optimizer. The conditions are the same for all: one intra-op thread per worker, or one per
+core for a process that has all cores, and an allocator that keeps freed memory. Penstock's first
 twenty steps, which it audits, do not count.
 """
 
@@ -65,23 +67,24 @@ SHARDS: dict[str, dict[str, bool]] = {
 KINDS: tuple[WorkerKind, ...] = ("threads", "processes")
 TOGETHER = 3  # peers that take turns with Penstock
 WARM_UP = 3  # rounds that do not count
-TURN = 0.5  # seconds: steps that take milliseconds are slow after those of others
+TURN = 0.5  # seconds of steps: the first short steps after those of another are slower
 
 
 class Penstock:
     """Penstock as a contestant, with the plan that it makes for its kind of workers.
 
     Args:
-        subject: what it trains.
-        workers: on which kind of workers.
-        suffix: of its name.
-        options: of the pipeline, besides.
+        subject: the model, its data and its loss.
+        workers: the kind of workers.
+        suffix: the end of its name.
+        **options: further arguments of `Pipeline`.
 
     Attributes:
-        name: what it is called.
-        plan: its plan.
-        loss: of the last step.
-        train_steps: seconds of every `train_step`, without the optimizer.
+        name: its name in tables.
+        plan: the plan that it follows.
+        loss: the loss of the last step.
+        train_steps: for every step, the seconds of `zero_grad` and `train_step`, without the
+            optimizer's step.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Penstock:
         self.train_steps: list[float] = []
 
     def step(self) -> float:
-        """One training step; its seconds."""
+        """Run a training step with the optimizer; returns its seconds."""
         start = time.perf_counter()
         self._optimizer.zero_grad()
         loss = self._pipe.train_step(self._inputs, target=self._target, loss_fn=self._loss_fn)
@@ -109,7 +112,11 @@ class Penstock:
         return seconds
 
     def facts(self, steps: int) -> dict[str, Any]:
-        """Its plan, and the median of this many last `train_step`s beside its prediction."""
+        """The plan with its prediction and its bound, and the median of measured steps.
+
+        Args:
+            steps: the number of last entries of `train_steps` that the median is of.
+        """
         taken = statistics.median(self.train_steps[-steps:])
         return {
             "plan": self.plan.summary,
@@ -120,15 +127,17 @@ class Penstock:
         }
 
     def close(self) -> None:
-        """Dismiss the workers."""
+        """Close the pipeline with its workers."""
         self._pipe.close()
 
 
 def penstocks(subject: Subject, stack: ExitStack) -> list[Penstock]:
-    """What Penstock chooses on either kind of workers, and stages where it chooses something else.
+    """Pipelines as Penstock plans them, and with a stage per device where it plans otherwise.
+
+    There are such pipelines for each kind of workers.
 
     Args:
-        subject: what they train.
+        subject: the model that they train.
         stack: closes them.
     """
     found = []
@@ -145,14 +154,14 @@ def penstocks(subject: Subject, stack: ExitStack) -> list[Penstock]:
 class Cut(nn.Module):
     """A stage of a Penstock program, as a module of tensors for torch's pipeline to run.
 
-    gloo sends contiguous tensors only. A schedule that halves backwards detaches what a stage
-    gives in place, which fails for what an operation has saved or what the stage was given, so
-    that copies are given there.
+    Results and gradients are made contiguous, as gloo sends no other tensors. A schedule that
+    splits backwards detaches the results of a stage in place. That fails for inputs of the stage
+    and for tensors that an operation has saved, so results are copied for such schedules.
 
     Args:
-        stage: which one.
-        rows: of every micro-batch. They cannot be told from the values: some have no rows.
-        copies: whether results are copied.
+        stage: the module of the stage.
+        rows: the number of rows of a micro-batch, which values without rows do not show.
+        copies: whether to copy the results.
     """
 
     def __init__(self, stage: nn.Module, rows: int, copies: bool = False) -> None:
@@ -162,7 +171,7 @@ class Cut(nn.Module):
         self.copies = copies
 
     def forward(self, *values: torch.Tensor) -> Any:
-        """The stage's results; alone if there is only one."""
+        """The stage's results: a tuple, or a tensor if there is only one."""
         given = [_SendsContiguous.apply(v) if v.requires_grad else v for v in values]
         results = [value.contiguous() for value in self.stage({ROWS: self.rows}, None, *given)]
         if self.copies:
@@ -171,7 +180,7 @@ class Cut(nn.Module):
 
 
 class _SendsContiguous(torch.autograd.Function):
-    """Nothing, but that gradients of it are contiguous."""
+    """The identity; its backward makes the gradient contiguous."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -183,12 +192,12 @@ class _SendsContiguous(torch.autograd.Function):
 
 
 def captured(subject: Subject) -> ps.Program:
-    """The model as a program."""
+    """The program that is captured from the model in training mode."""
     return ps.capture(subject.build().train(), (subject.data()[0],))
 
 
 def profiled(subject: Subject) -> ps.Profile:
-    """What the model costs now; Penstock's pipelines are planned by the same profile."""
+    """Profile the model anew; Penstock's pipelines are planned with the same profile."""
     devices = [torch.device(device) for device in DEVICES]
     with callback(f"profiling {subject.name}") as progress:
         (found,) = profiles_for(
@@ -200,7 +209,14 @@ def profiled(subject: Subject) -> ps.Profile:
 def penstock_cut(
     program: ps.Program, costs: ps.Profile, count: int, schedule: str
 ) -> list[nn.Module]:
-    """The model for a schedule of torch's, cut where Penstock cuts it for as many micro-batches."""
+    """The stages of the model for torch's pipeline, cut where Penstock cuts it.
+
+    Args:
+        program: the model.
+        costs: its profile.
+        count: the number of micro-batches, for which Penstock plans as well.
+        schedule: the schedule that torch runs.
+    """
     like = "interleaved" if schedule in LOOPED else "1f1b"
     cuts = ps.plan(costs, num_microbatches=count, schedule=like, replicas=1).cuts
     # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
@@ -213,7 +229,7 @@ def penstock_cut(
 
 
 def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], dict[str, Make]]:
-    """torch's configurations, by name: those cut by hand, and the same as Penstock cuts."""
+    """Configurations of torch's pipeline by name: cut by hand, and cut where Penstock cuts."""
     program = captured(subject)
     by_hand: dict[str, Make] = {}
     ours: dict[str, Make] = {}
@@ -264,14 +280,15 @@ def candidates(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Make]
 def find_best(
     kinds: Mapping[str, Mapping[str, Make]], steps: int
 ) -> tuple[dict[str, Make], dict[str, Scouted]]:
-    """Try all configurations, each alone.
+    """Find the fastest configuration of each kind of peer by running every one alone.
 
     Args:
-        kinds: of peers, and the configurations of each, by name.
-        steps: that are measured of the fastest third of each.
+        kinds: the configurations by name, for each kind of peer.
+        steps: the number of measured steps of the fastest third of each kind.
 
     Returns:
-        the fastest of every kind, by their names, and the seconds of all.
+        the fastest configuration of each kind, by `"kind: configuration"`; and for each kind what
+        `scout` has found.
     """
     scouted: dict[str, Scouted] = {}
     with callback("finding each peer's best") as progress:
@@ -288,7 +305,7 @@ def _named(tick: Ticker, kind: str, name: str) -> None:
 
 
 def measure(subject: Subject, options: Any) -> dict[str, Any]:
-    """Everything that was measured of one model."""
+    """Find the peers' best configurations for a model, and measure all contestants in turns."""
     best, scouted = find_best(candidates(subject, profiled(subject)), options.scout)
     with ExitStack() as stack:
         ours = penstocks(subject, stack)
@@ -315,7 +332,13 @@ def started_peer(name: str, make: Make, stack: ExitStack) -> Peer:
 def in_turns(
     contestants: Sequence[Any], ours: Sequence[Penstock], options: Any
 ) -> list[dict[str, Any]]:
-    """What is measured of these, which take turns; the first one is who they are compared with."""
+    """Let contestants take turns; a row of results for each, compared with the first.
+
+    Args:
+        contestants: those who take turns, with Penstock's first.
+        ours: Penstock's among them; they run the steps that are audited before the turns.
+        options: the options of the command, with `rounds` and `seed`.
+    """
     first = []
     for contestant in contestants:
         contestant.step()
@@ -338,10 +361,10 @@ def row(contestant: Any, seconds: list[float], loss: float, ours: list[float]) -
     """A contestant's result.
 
     Args:
-        contestant: who it is.
-        seconds: of its steps, a mean for every round.
-        loss: of its first step.
-        ours: the seconds of Penstock's first contestant.
+        contestant: the contestant, for its name.
+        seconds: the mean seconds of its steps in every round.
+        loss: the loss of its first step.
+        ours: the seconds of the contestant that it is compared with, in the same rounds.
     """
     median, spread = middle(seconds)
     slower = Ratio.of(seconds, ours)
@@ -360,8 +383,8 @@ def show(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
     """A table of results, the fastest first.
 
     Args:
-        title: over the names.
-        rows: the results; those of Penstock have their percent of the bound.
+        title: the heading of the column of names.
+        rows: the results; Penstock's have a `percent_of_bound`.
     """
     cells = [(title, "s/step", "±", "of Penstock's", "of bound", "first loss")]
     for found in sorted(rows, key=lambda row: float(row["slower"])):
@@ -385,7 +408,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default=",".join(subjects(quick=True)))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--scout", type=int, default=5, help="steps to find a peer's best")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of turns")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
     if options.quick:

@@ -1,4 +1,4 @@
-"""Who takes part: one device, one process, pipelines, all on the same task."""
+"""The contestants of `penstock bench`: one device, one process and pipelines, on the same task."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ LossFn = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What all contestants do the same step of.
+    """The training task of all contestants: a model, a batch and a loss.
 
     Attributes:
-        title: for figures.
+        title: the first words of the figures' titles.
         model: the module, in training mode.
         args: positional arguments of the batch.
         kwargs: keyword arguments of the batch.
@@ -80,13 +80,13 @@ class Field:
     """A task that was captured and profiled once; makes contestants that train it with SGD.
 
     Args:
-        task: what they train. On CPUs they all train the same parameters.
-        devices: of the pipelines.
-        stack: closes their workers.
-        progress: as in `penstock.profile`.
+        task: what the contestants train. On CPUs they all train the same parameters.
+        devices: the devices of the pipelines.
+        stack: closes the workers of the contestants.
+        progress: called with the progress of profiling, as in `penstock.profile`.
 
     Attributes:
-        rows: of the batch.
+        rows: the number of rows of the batch.
         threads: intra-op threads of each CPU worker.
         costs: the profile.
     """
@@ -121,7 +121,7 @@ class Field:
         return plan(self.costs, num_microbatches=count, replicas=1)
 
     def plan_in_turn(self) -> Plan:
-        """One device busy at a time. ResNet is cut where the tutorial cuts it by hand."""
+        """A plan with one device busy at a time; ResNet on two is cut as in the tutorial."""
         starts = [k for k, label in enumerate(self.costs.labels) if label.startswith("layer3")]
         by_hand = (starts[0],) if starts and len(self.devices) == 2 else None
         return plan(self.costs, num_microbatches=1, schedule="naive", cuts=by_hand, replicas=1)
@@ -199,16 +199,16 @@ class Field:
         return partial(workers.run, [step])
 
     def _own_program(self) -> Program:
-        """The program; on GPUs one of a copy, since every contestant places it differently."""
+        """The program; on GPUs that of a copy of the model, as each contestant places its own."""
         if self.on_cpu:
             return self.program
         return capture(copy.deepcopy(self.task.model), self.task.args, self.task.kwargs)
 
     def _synchronize(self) -> None:
-        """Wait for GPUs, which are still busy when Python is done."""
+        """Wait until GPUs have finished all work that was launched on them."""
         for place in dict.fromkeys(self._places):
             kind_of(place).synchronize(place)
 
 
 def _nothing() -> None:
-    """A worker on its own has nobody to wake."""
+    """Do nothing: a worker on its own has no others to wake."""

@@ -3,10 +3,9 @@
     python -m penstock.bench contract [--output docs/exactness] [--only CASE ...]
 
 writes docs/exactness.md and docs/exactness.json. Every case (in `penstock/bench/cases`) is a small
-training script. One device runs it, accumulating the micro-batches in order, and so do the
-contenders, each on two workers (two replicas of two stages: four); what they have in the end is
-compared with what the one device has.
-To add a case, write one function there.
+training script. One device runs it, accumulating the micro-batches in order. The contenders run it
+on two workers each (two replicas of two stages: on four), and the tensors that they end with are
+compared with those of the one device. To add a case, write one function there.
 """
 
 from __future__ import annotations
@@ -58,20 +57,20 @@ _PEERS: dict[str, type[Trainer]] = {
     "data parallelism": DataParallel,
 }
 OURS, OTHERS = tuple(_OURS), tuple(_PEERS)
-_PATIENCE = 60.0  # seconds, for a start on a busy machine; peers that hang take as long
-_WORDS = 160
+_PATIENCE = 60.0  # seconds: enough for a start on a busy machine; a peer that hangs takes as long
+_WORDS = 160  # characters of an error message at most
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a contender did.
+    """The result of a contender in a case.
 
     Attributes:
         largest: the largest absolute difference; `None` where nothing could be compared.
-        where: what differs by that.
-        reason: why nothing could be compared.
-        applies: whether it could be asked at all.
-        refused: whether Penstock said before it ran that it does not do this.
+        where: the name of the tensor that differs by that; empty if none differs.
+        reason: why nothing could be compared; empty if something was.
+        applies: whether the case applies to the contender.
+        refused: whether the error is one by which Penstock refuses a model, an input or a plan.
     """
 
     largest: float | None = None
@@ -82,7 +81,7 @@ class Verdict:
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything was the same bits."""
+        """Whether all tensors have the same bits."""
         return self.largest == 0 and not self.where
 
     def __str__(self) -> str:
@@ -96,7 +95,10 @@ class Verdict:
 
 
 class Contenders:
-    """Everybody who is asked; the peers' processes are kept from case to case."""
+    """Runs cases with every contender; a context, at whose end the peers' processes end.
+
+    These processes are kept from case to case.
+    """
 
     def __init__(self) -> None:
         self._processes: dict[str, PeerProcesses] = {}
@@ -109,12 +111,12 @@ class Contenders:
             processes.close()
 
     def verdict(self, case: Case, name: str) -> Verdict:
-        """What one contender makes of a case."""
+        """Run a case with one contender, and compare its tensors with those of one device."""
         reason = dict(case.without).get(name)
         if reason:
             return Verdict(reason=f"does not apply: {reason}", applies=False)
         if name in _PEERS:
-            self._processes_of(name)  # that it does not start is not the case's fault
+            self._processes_of(name)  # a failure to start is raised: the case is not at fault
         expected = run(case, OneDevice)
         try:
             found = self._found(case, name)
@@ -128,7 +130,7 @@ class Contenders:
             return run(case, _OURS[name])
         ranks = self._processes_of(name).call("run", cloudpickle.dumps((case.setup, case.script)))
         found: Found = {}
-        for rank in reversed(ranks):  # the first is right where several have something
+        for rank in reversed(ranks):  # of several tensors of one name, the first rank's counts
             found |= rank
         return found
 
@@ -143,7 +145,7 @@ class Contenders:
 
 
 def run(case: Case, kind: type[Trainer]) -> Found:
-    """What a trainer of this process has in the end."""
+    """Run a case with a trainer in this process; returns the tensors that it ends with, by name."""
     trainer = kind(case.setup)
     try:
         return case.script(trainer)
@@ -152,7 +154,10 @@ def run(case: Case, kind: type[Trainer]) -> Found:
 
 
 def compared(found: Found, expected: Found) -> Verdict:
-    """The largest difference, and where it is; that of a counter only if there is no other."""
+    """Compare tensors by name; the verdict has the largest difference, and where it is.
+
+    Differences of integers, such as counters, are named only if no other tensor differs.
+    """
     gaps = {name: _gap(found.get(name), tensor) for name, tensor in expected.items()}
     gaps |= {name: float("inf") for name in found.keys() - expected.keys()}
     different = {name: gap for name, gap in gaps.items() if gap is not None}
@@ -171,7 +176,7 @@ def _gap(ours: Tensor | None, theirs: Tensor) -> float | None:
 
 
 def in_a_few_words(error: BaseException) -> str:
-    """The error at the bottom of it, in a line that is not long."""
+    """The message of an error, or of a peer's process at fault, in at most `_WORDS` characters."""
     text = reason_of(error)
     return text if len(text) <= _WORDS else text[: _WORDS - 1].rstrip() + "…"
 
@@ -207,7 +212,7 @@ it is.
 
 
 def as_markdown(results: Results) -> str:
-    """A page for the docs."""
+    """The results as a page for the docs, with a row for each case and a column per contender."""
     names = list(next(iter(results.values())))
     lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for case, verdicts in results.items():
@@ -228,7 +233,7 @@ def _cell(verdict: Verdict) -> str:
 
 
 def as_data(results: Results) -> dict[str, Any]:
-    """The same for programs."""
+    """The results as plain data; infinite differences become `None`."""
     return {
         **origin(),
         "cases": [
@@ -253,10 +258,10 @@ def as_data(results: Results) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run every case and write the table; 1 if Penstock neither is exact nor refuses it."""
+    """Run the cases and write both files; 1 if Penstock is inexact where it does not refuse."""
     parser = ArgumentParser("python -m penstock.bench contract", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("docs/exactness"))
-    parser.add_argument("--only", nargs="*", help="these cases, by the names of their functions")
+    parser.add_argument("--only", nargs="*", help="only these cases, by their functions' names")
     options = parser.parse_args(arguments)
     known = {case.name: case for case in CASES}
     unknown = sorted(set(options.only or ()) - known.keys())

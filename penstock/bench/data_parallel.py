@@ -50,13 +50,13 @@ class Trained:
     """A model, and how it is trained.
 
     Attributes:
-        name: what it is called.
-        file: what its figures are called.
-        build: makes the model, the same every time.
-        data: of a number of rows, makes the batch and its target.
+        name: its name in tables and figures.
+        file: its name in the names of figure files.
+        build: makes the model, with the same weights every time.
+        data: makes a batch of a given number of rows, and its target.
         loss: a mean over rows.
-        rows: of a micro-batch where time is measured.
-        rows_in_memory: of a micro-batch where memory is measured.
+        rows: rows of a micro-batch where time is measured.
+        rows_in_memory: rows of a micro-batch where memory is measured.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Trained:
     rows_in_memory: int
 
     def workload(self, num_microbatches: int, rows: int) -> Workload:
-        """A batch of so many micro-batches of so many rows."""
+        """A training step on `num_microbatches` micro-batches of `rows` rows each."""
         data: Data = partial(self.data, rows * num_microbatches)
         return Workload(self.build, data, self.loss, num_microbatches)
 
@@ -123,16 +123,17 @@ class DataParallelSettings:
     """What to run.
 
     Attributes:
-        models: whose memory and time are measured.
-        sizes: the numbers of replicas of C1.
-        kinds: of workers that replicas run on in C1, C3 and C4.
-        in_memory: the number of replicas of C2.
-        steps: of each process before its memory is looked at.
-        counts: the numbers of replicas of C3, in ascending order; the last is that of C4.
-        per_replica: micro-batches of each replica, where there are most.
-        buckets: of `DistributedDataParallel` that are tried.
-        tries: steps of each of them.
-        rounds: that are measured.
+        models: the models of C2, C3 and C4.
+        sizes: the numbers of replicas in C1.
+        kinds: the kinds of workers in C1, C3 and C4; in C2 replicas are processes.
+        in_memory: the number of replicas in C2.
+        steps: the number of training steps before memory is measured.
+        counts: the numbers of replicas in C3, in ascending order; the last is also that of C4.
+            Numbers that do not divide that of the micro-batches are left out.
+        per_replica: the number of micro-batches of each replica if there are `counts[-1]` replicas.
+        buckets: the configurations of `DistributedDataParallel` that are tried.
+        tries: the number of measured steps of the fastest of these.
+        rounds: the number of measured rounds.
         output: where the figures and `data-parallel.json` go; `None` for nowhere.
     """
 
@@ -157,7 +158,7 @@ class DataParallelSettings:
 
     @classmethod
     def quick(cls, output: Path | None) -> DataParallelSettings:
-        """The MLP alone, replicas in threads: within about two minutes on two cores."""
+        """The MLP alone, with threads except in C2: within about two minutes on two cores."""
         return cls(
             (mlp(),),
             kinds=("threads",),
@@ -170,7 +171,7 @@ class DataParallelSettings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The settings as plain data."""
         return {
             "models": [model.name for model in self.models],
             "replicas_of_sizes": list(self.sizes),
@@ -195,7 +196,7 @@ def run_data_parallel(
 
     Args:
         settings: what to run.
-        progress: called as it goes on.
+        progress: called with the progress.
 
     Raises:
         PenstockError: matplotlib is missing; rows were lost or seen twice; or some bit is not that

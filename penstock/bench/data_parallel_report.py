@@ -1,4 +1,4 @@
-"""What the experiments with replicas gave: as plain data, and as text."""
+"""The results of the experiments with replicas, as plain data and as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.bench.replica_training import Training
 
 @dataclass
 class DataParallelReport:
-    """What came out of C1 to C4.
+    """The results of the experiments C1 to C4.
 
     Attributes:
         settings: what was run, as plain data.
@@ -55,7 +55,7 @@ class DataParallelReport:
             "private memory beyond that at rest; the driver's includes the audit's micro-batch",
             "",
         ]
-        lines.append("C3, C4  steps in turns, median ± half of the distance between quartiles")
+        lines.append("C3, C4  steps in turns, median ± half the interquartile range")
         for training in self.training:
             lines += [*training.lines(width), ""]
         lines.append(", ".join(f"{name} {value}" for name, value in shown.items()))

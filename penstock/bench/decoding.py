@@ -1,10 +1,10 @@
-"""What a pass of a session costs above the work of its stages.
+"""The overhead of a pass of a session: its time beyond the work of its stages.
 
-The stages' modules are those that the workers run, and so are their arguments: a pipeline of
-threads runs some passes while every call of a stage is noted. Then passes take turns with the same
-calls in one thread, one after the other: the difference is what a pass costs. With one session a
-pass begins when the one before has ended, as in a generation of one group. With two of them there
-is a pass in every stage, and a pass takes half of the work at least.
+The work is measured with the modules and arguments of the workers themselves: a pipeline of threads
+runs some passes while every call of a stage is recorded. Then passes take turns with the same
+calls, run one after the other in one thread. The difference is the overhead. With one session, a
+pass begins when the one before has ended, as in generation with one group. With two sessions, every
+stage has a pass to run, so the time of a pass without overhead is half of its work.
 """
 
 from __future__ import annotations
@@ -41,14 +41,22 @@ Call = tuple[StageModule, tuple[Any, ...]]
 
 
 class Cells(nn.Module):
-    """Two cells with a state each that do next to nothing."""
+    """Two recurrent cells of one small linear layer each: passes with almost no work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, states: Any = None) -> Any:
-        """Values (rows, 4) and the two states of the same shape; returns both."""
+        """Run both cells once.
+
+        Args:
+            x: (rows, 4).
+            states: the states of both cells, each (rows, 4); zeros if there are none yet.
+
+        Returns:
+            the result (rows, 4), and the new states.
+        """
         one, other = states if states is not None else (torch.zeros_like(x), torch.zeros_like(x))
         one = self.first(x) + one
         other = self.second(one) + other
@@ -60,11 +68,11 @@ class Decoder:
     """A model whose sessions are measured.
 
     Attributes:
-        name: of the model.
-        build: makes it.
-        first: keyword arguments of the first pass, and the example for capture.
-        states: parts of the result that stay with the workers besides plain objects.
-        then: the arguments of a pass, by the result of the one before.
+        name: the name of the model.
+        build: makes the model.
+        first: keyword arguments of the first pass, which are also the example for the capture.
+        states: positions of parts of the result that are states, as in `Pipeline.session`.
+        then: makes the keyword arguments of a pass from the result of the one before.
     """
 
     name: str
@@ -75,7 +83,7 @@ class Decoder:
 
 
 def cells() -> Decoder:
-    """The one that does next to nothing."""
+    """The decoder of `Cells`."""
     x = torch.ones(1, 4)
 
     def then(result: Any) -> dict[str, Any]:
@@ -103,19 +111,19 @@ def small_gpt2(layers: int = 4, width: int = 64) -> Decoder:
 
 
 class Passes:
-    """Passes of sessions of a pipeline.
+    """A pipeline whose steps are passes of sessions.
 
     Args:
-        decoder: what they run.
-        workers: of the pipeline.
-        count: passes of a session in a step, after its first.
+        decoder: the model and its passes.
+        workers: the kind of workers.
+        count: the number of passes of a session in a step, after its first.
         stack: closes the pipeline.
-        plan: of it; by default one of two stages with equally many calls.
+        plan: the plan of the pipeline; by default two stages with equally many calls.
 
     Attributes:
-        name: what they are called.
-        plan: as used.
-        result: of the last pass.
+        name: the kind of workers.
+        plan: the plan of the pipeline.
+        result: the result of the last pass of the last `step`.
     """
 
     def __init__(
@@ -144,7 +152,7 @@ class Passes:
         self.result: Any = None
 
     def step(self) -> float:
-        """Passes of one session; the mean seconds of one."""
+        """Run the passes of one session; returns the mean seconds of a pass."""
         session, result = self._begun()
         start = time.perf_counter()
         for _ in range(self._count):
@@ -154,7 +162,11 @@ class Passes:
         return seconds / self._count
 
     def step_in_flight(self) -> float:
-        """The same with a session for each stage, of which each has a pass under way."""
+        """Run `IN_FLIGHT` sessions at a time, each with one pass under way.
+
+        Returns:
+            the whole time divided by the number of passes of all sessions, in seconds.
+        """
         sessions = self._pipe._sessions
         under_way: deque[Any] = deque()
         begun = [self._begun() for _ in range(IN_FLIGHT)]
@@ -170,14 +182,14 @@ class Passes:
         return (time.perf_counter() - start) / (IN_FLIGHT * self._count)
 
     def _begun(self) -> tuple[Any, Any]:
-        """A session, and the result of its first pass."""
+        """Open a session; returns it with the result of its first pass."""
         session = self._pipe.session(states=self._decoder.states)
         return session, session(**self._decoder.first)
 
 
 @contextmanager
 def noting() -> Iterator[list[Call]]:
-    """Meanwhile, every call of a stage's module in a pass is noted, in order."""
+    """While open, record every call of a stage's module in a pass, in order."""
     calls: list[Call] = []
     infer = Span.infer
 
@@ -201,15 +213,19 @@ def noting() -> Iterator[list[Call]]:
 
 
 class Work:
-    """The calls of stages that passes have made, in one thread.
+    """The calls of stages that passes make, run in one thread.
 
     Args:
-        passes: in threads.
+        passes: the passes of a pipeline of threads; one step is run to record its calls.
+        count: the number of passes in a step.
 
     Attributes:
-        name: what it is called.
-        calls: a call of each stage for every pass, in order.
-        results: of the last call.
+        name: its name in tables.
+        calls: the calls in order, one of each stage for every pass.
+        results: the results of the last call.
+
+    Raises:
+        RuntimeError: the number of calls is not that of the stages times that of the passes.
     """
 
     def __init__(self, passes: Passes, count: int) -> None:
@@ -227,7 +243,7 @@ class Work:
 
     @torch.no_grad()
     def step(self) -> float:
-        """All calls once; the mean seconds of a pass."""
+        """Run all calls once; returns the mean seconds of a pass."""
         start = time.perf_counter()
         for module, args in self.calls:
             self.results = module(*args)
@@ -236,7 +252,7 @@ class Work:
 
 @dataclass(frozen=True)
 class InFlight:
-    """Passes of a session for each stage, as a contestant."""
+    """Passes of `IN_FLIGHT` sessions at a time, as a contestant."""
 
     passes: Passes
 
@@ -251,19 +267,23 @@ class InFlight:
 
 
 def costs(decoder: Decoder, rounds: int, count: int, tick: Tick) -> dict[str, Any]:
-    """What passes cost above their work, in seconds, on each kind of workers.
+    """Measure the overhead of passes on each kind of workers, with one session and with several.
 
     Args:
-        decoder: what they run.
-        rounds: that count.
-        count: passes of a session in a round.
+        decoder: the model and its passes.
+        rounds: the number of measured rounds.
+        count: the number of passes of a session in a round.
         tick: called before every turn.
+
+    Returns:
+        the median seconds of a pass's work, and a row for every contestant with the median and the
+        spread of the seconds of a pass beyond that work.
     """
     with ExitStack() as stack:
         passes = [Passes(decoder, KINDS[0], count, stack)]
         passes += [Passes(decoder, kind, count, stack, passes[0].plan) for kind in KINDS[1:]]
         for each in passes:
-            each.step()  # lengths that are new are looked at
+            each.step()  # the first passes of a new length take longer
         work = Work(passes[0], count)
         contestants: list[Timed] = [work, *passes, *map(InFlight, passes)]
         alone, *taken = take_turns(contestants, rounds, tick, warm_up=2)

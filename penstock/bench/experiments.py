@@ -34,7 +34,7 @@ _TUTORIAL_ROWS, _QUICK_ROWS = 120, 24
 _SIZES = (1, 3, 5, 8, 10, 12, 20, 40, 60)  # of 120 rows, as in the tutorial
 _QUICK_SIZES = (1, 2, 3, 4, 6, 8, 12)  # of 24
 _PIECES = 6  # the tutorial's pieces of 20 of 120
-_QUICK_SECONDS = 100.0  # of two minutes, some are left for what cannot be foreseen
+_QUICK_SECONDS = 100.0  # of two minutes; the rest is a reserve
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 10
 _FEWEST_SIZES = 3
 _COST_OF_BARS, _COST_OF_A_SIZE = 4.5, 0.7  # about, in steps of one device
@@ -50,7 +50,8 @@ class BenchSettings:
         loss_fn: `loss_fn(output)`; the mean of the output's squares by default. ResNet-50 without
             `given` has the tutorial's loss.
         devices: of the pipelines, two at least.
-        quick: small batches, and no more repeats than two minutes allow.
+        quick: whether to run a small batch of images, fewer batches per repeat, and only as many
+            repeats, three at least, as two minutes allow.
         output: where figures and `bench.json` go; `None` for nowhere.
     """
 
@@ -74,13 +75,13 @@ def run_bench(
 ) -> BenchReport:
     """Run all experiments, draw them, and return what was measured.
 
-    All contestants of a figure take turns in one run, on the same model. Every one of them, the
-    unsplit model too, runs in a process that keeps freed memory.
+    All contestants of a figure take turns in one run, on the same model. All of them, the unsplit
+    model too, run in this process, which is made to keep freed memory.
 
     Args:
         settings: what to run.
-        progress: called as it goes on.
-        talk: told what a person who waits should know.
+        progress: called with the progress.
+        talk: called with messages for the user, such as how long the measurement will take.
 
     Raises:
         InputError: fewer than two devices.
@@ -121,7 +122,7 @@ def _task(settings: BenchSettings) -> Task:
 def _contestants(
     field: Field, settings: BenchSettings, progress: Progress, seconds_left: Callable[[], float]
 ) -> tuple[list[Contestant], list[Contestant]]:
-    """Those of both figures, warmed up."""
+    """The contestants of both figures, warmed up."""
     alone = field.one_device("one device")
     for _ in range(2):  # the first step is slower
         warm_up([alone], lambda name: progress(0, 1, f"warming up: {name}"))
@@ -136,7 +137,7 @@ def _contestants(
 
 
 def _bars(field: Field) -> list[Contestant]:
-    """All bars but the first one."""
+    """The contestants of the bar chart after the first one, which is one device."""
     auto, pieces = field.plan(), min(_PIECES, field.rows // field.fewest_rows)
     size = -(-field.rows // pieces)
     number = len(field.devices)
@@ -167,10 +168,10 @@ def _sweep_counts(field: Field, quick: bool) -> list[int]:
 
 
 def thinned(counts: Sequence[int], step_seconds: float, seconds_left: float) -> list[int]:
-    """As many of these, evenly spread, as there is time for.
+    """As many of the counts, evenly spread, as there is time for; three at least.
 
     Args:
-        counts: to choose from.
+        counts: the numbers of micro-batches to choose from.
         step_seconds: what a step of one device takes.
         seconds_left: for warming up and the fewest repeats of all contestants.
     """
@@ -204,11 +205,11 @@ def _notes(field: Field, allocator: str) -> list[str]:
     """What a reader of the tables should know."""
     notes = [
         f"allocator: {allocator}",
-        "pipelines are not audited (audit=None): audits come in the first steps, of which all that "
-        "are measured here would be",
+        "pipelines are not audited (audit=None): audits are most frequent in the first steps, and "
+        "only few steps are measured here",
     ]
     if not field.plan().is_worth_it:
-        notes.append("the plan predicts that one device alone is faster than any split of this")
+        notes.append("the plan predicts that one device is faster than any split of the model")
     return notes
 
 

@@ -2,7 +2,8 @@
 
     python -m penstock.bench.first_step MODEL [threads|processes]
 
-Without a kind of workers it is plain PyTorch with all cores. Prints JSON.
+Without a kind of workers, it is plain PyTorch with all cores. Prints the seconds of the parts as
+JSON.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def train(model_name: str, workers: WorkerKind | None) -> dict[str, float]:
-    """The seconds of every part, in order.
+    """Run the script; returns the seconds of its parts by name, in order.
 
     Args:
-        model_name: one of `subjects`.
-        workers: a kind of them; `None` for plain PyTorch.
+        model_name: the name of a model in `subjects`.
+        workers: the kind of workers; `None` for plain PyTorch.
     """
     seconds: dict[str, float] = {}
 

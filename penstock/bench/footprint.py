@@ -1,4 +1,4 @@
-"""Memory of this process: how contestants share it, and what something holds of it at most."""
+"""The memory of processes: what they have, their peak, and how they keep freed memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from penstock.torch_internals import TorchDispatchMode, pytree
 _M_ARENA_MAX = -8
 
 SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-"""The environment of a process whose peak is one of what is in use: large blocks that are freed go
-back to the kernel."""
+"""Environment variables of a process whose peak memory is measured. Freed blocks of 64 KiB or more
+go back to the kernel, so that the peak is that of the memory in use."""
 
 
 class Live(TorchDispatchMode):
-    """While open, notes how many bytes the results of operations hold at most at the same time.
+    """While open, counts the bytes that results of operations hold, and the peak of these.
 
     Args:
-        beyond: tensors that were there before; views of them hold nothing more.
+        beyond: tensors that exist before; they and their views are not counted.
 
     Attributes:
-        now: the bytes of those that are alive.
-        peak: the most that these have been.
+        now: the bytes of the results that are alive.
+        peak: the largest value that `now` has had.
     """
 
     def __init__(self, beyond: Iterable[torch.Tensor] = ()) -> None:
@@ -42,7 +42,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count what it gives."""
+        """Run an operation, and count the memory of its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_iter(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -64,7 +64,12 @@ class Live(TorchDispatchMode):
 
 
 def peak(function: Callable[[], Any], beyond: Iterable[torch.Tensor] = ()) -> int:
-    """The bytes that what a function computes holds at most, beyond tensors that were there."""
+    """The peak bytes of the tensors that a function computes.
+
+    Args:
+        function: what is run, once.
+        beyond: tensors that exist before; they and their views are not counted.
+    """
     with Live(beyond) as live:
         function()
     return int(live.peak)
@@ -72,11 +77,12 @@ def peak(function: Callable[[], Any], beyond: Iterable[torch.Tensor] = ()) -> in
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of memory that a process has, by the kernel's count. Its files, such as the libraries
-    that it has loaded, do not count.
+    """The memory of a process in bytes, as the kernel counts it.
+
+    Files that it has mapped, such as libraries, do not count.
 
     Attributes:
-        private: what no other process has.
+        private: its anonymous memory, which is not shared memory.
         shared: the segments of shared memory that it maps, as far as it has touched them.
         part: of `shared`, with every page divided by the number of processes that have it. The
             parts of all processes add up to the shared memory, each page counted once.
@@ -88,7 +94,10 @@ class Held:
 
     @classmethod
     def by(cls, pid: int | str = "self") -> Held:
-        """What the process of this number has now.
+        """Read the present memory of a process.
+
+        Args:
+            pid: its process id; this process by default.
 
         Raises:
             OSError: there is no such process, or this system has no such files.
@@ -104,17 +113,17 @@ def _bytes(path: Path) -> dict[str, int]:
 
 
 def resident(what: str = "VmRSS") -> int:
-    """Bytes of memory that this process has; with `"VmHWM"` those that it has had at most."""
+    """The resident memory of this process in bytes; with `"VmHWM"` its peak."""
     return _bytes(Path("/proc/self/status"))[what]
 
 
 def forget_peak() -> None:
-    """From now on the process's peak counts anew."""
+    """Reset the peak of this process's resident memory to what it has now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def keep_memory(num_workers: int) -> str:
-    """Make this process keep freed memory, for all contestants alike; says what it did.
+    """Make this process keep freed memory, for all contestants alike; returns a description.
 
     glibc gives every thread an arena of its own, as long as there are not too many, and an arena
     keeps what it has. With a dozen contestants alive the process would keep a dozen times the

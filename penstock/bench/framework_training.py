@@ -3,7 +3,7 @@
     python -m penstock.bench.framework_training FRAMEWORK [threads|processes]
 
 Without a kind of workers it is the framework alone, with as many threads as `OMP_NUM_THREADS`
-says. Prints JSON: the seconds of the steps that count, the loss of the first rows after all steps,
+says. Prints JSON: the seconds of the steps that count, the loss of the first batch after all steps,
 and the plan, if there is one.
 """
 
@@ -31,7 +31,7 @@ ROWS, TOKENS, WIDTH, LAYERS, WORDS = 16, 128, 256, 6, 2048
 WARM_UP, COUNTED = AUDITED + 2, 12  # steps
 
 Options = dict[str, Any] | None
-"""Those of a pipeline; `None` for the framework alone."""
+"""Keyword arguments of the pipeline; `None` for the framework alone."""
 
 Train = Callable[[Any, Options], Pipeline | None]
 
@@ -52,7 +52,7 @@ def _batches() -> DataLoader[dict[str, torch.Tensor]]:
 
 
 def _loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of every next token, as the model's own loss is."""
+    """The mean cross-entropy of the next tokens, like the loss of the model itself."""
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
@@ -77,7 +77,7 @@ def language_model() -> Any:
 
 
 def with_trainer(model: Any, options: Options) -> Pipeline | None:
-    """With the Trainer of transformers."""
+    """Train with the Trainer of transformers; returns the pipeline, if there is one."""
     from transformers import Trainer, TrainingArguments
 
     from penstock.integrations.transformers import PenstockTrainer
@@ -102,7 +102,7 @@ def with_trainer(model: Any, options: Options) -> Pipeline | None:
 
 
 def with_lightning(model: Any, options: Options) -> Pipeline | None:
-    """With a LightningModule of the usual shape."""
+    """Train with a usual LightningModule; returns the pipeline, if there is one."""
     import lightning
 
     from penstock.integrations.lightning import PenstockStrategy
@@ -137,7 +137,7 @@ def with_lightning(model: Any, options: Options) -> Pipeline | None:
 
 
 def with_accelerate(model: Any, options: Options) -> Pipeline | None:
-    """With a loop that Accelerate has prepared."""
+    """Train with a loop prepared by Accelerate; returns the pipeline, if there is one."""
     from accelerate import Accelerator
 
     from penstock.integrations.accelerate import prepare
@@ -164,11 +164,18 @@ FRAMEWORKS: dict[str, Train] = {
 
 
 def train(framework: str, options: Options) -> dict[str, Any]:
-    """The seconds of the steps that count, by when optimizers have done theirs; and what came.
+    """Train a model with a framework, timing from the end of one optimizer step to the next.
 
     Args:
         framework: one of `FRAMEWORKS`.
-        options: of the pipeline.
+        options: keyword arguments of the pipeline; `None` for the framework alone.
+
+    Returns:
+        `seconds` of each counted step, the `loss` of the first batch after training, and the `plan`
+        in words, which is empty without a pipeline.
+
+    Raises:
+        RuntimeError: the optimizers have not made as many steps as the script.
     """
     ends: list[float] = []
     model = language_model()

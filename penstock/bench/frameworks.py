@@ -3,10 +3,11 @@
     python -m penstock.bench frameworks [--only transformers,lightning,accelerate] [--rounds 3]
         [--json FILE] [--record]
 
-The same script trains a small GPT-2 of transformers by the framework alone, on one core and on all
-of them, and with Penstock, to which the devices are left, in threads and in processes. Each turn is
-a process of its own: the median of its last twelve steps counts, the first ones, which Penstock
-audits, do not. Beside the time stands the loss of the same rows after all steps.
+The same script trains a small GPT-2 of transformers with the framework alone, with one intra-op
+thread and with one per core, and with Penstock, which chooses the devices, in threads and in
+processes. Each turn is a process of its own, and gives the median of its last twelve steps; the
+steps before, which Penstock audits, do not count. The loss is that of the same rows after all
+steps.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ KINDS = ("threads", "processes")
 
 
 def measure(framework: str, rounds: int) -> list[dict[str, Any]]:
-    """What a step takes in every way: a row a way, the framework on one core first.
+    """Time the steps of a framework alone and with Penstock.
 
     Args:
         framework: one of `FRAMEWORKS`.
-        rounds: of turns.
+        rounds: the number of rounds, two at least.
+
+    Returns:
+        a row for each way, compared with the first: the framework alone with one thread.
     """
     cores = len(os.sched_getaffinity(0))
     ways = {ALONE: ("", 1), ALL_CORES: ("", cores), **{kind: (kind, cores) for kind in KINDS}}

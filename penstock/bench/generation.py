@@ -1,30 +1,31 @@
 """Generation and inference beside peers, on two CPU workers, in one run.
 
-    python -m penstock.bench generation [--models gpt2,llama] [--rounds 9] [--quick]
+    python -m penstock.bench generation [--models gpt2,llama] [--rounds 9] [--rows 36] [--quick]
         [--json FILE] [--record]
 
-Six things are measured of every model, one after the other, in turns:
+There are five measurements, in each of which the contestants take turns:
+
+*A step of decoding*: the overhead of a pass of a session, see `penstock.bench.decoding`. It is
+measured once, with two small models; the others are made for every model.
 
 *Generation*: `pipe.generate` in threads and in processes; the stages in turn, as with
 `device_map="auto"` (the model's own `generate` in one thread, with accelerate's hooks and without);
 and transformers' own pipeline parallelism (`DistributedConfig(pp_size=2)`), on two ranks over gloo.
-All take turns with the same groups of sequences, and again each with the number of groups with
-which it was fastest. The tokens of all are compared with those of the model's own `generate`.
+All run with the same number of groups, with which Penstock in threads is fastest, and each also
+with the number with which it is fastest itself. The tokens of all are compared with those of the
+model's own `generate`.
 
-*Latency*: one sequence, of which a pipeline does not make a token faster.
+*Latency*: one sequence, for which a pipeline cannot make a token faster.
 
-*Inference*: `pipe.map` over batches; accelerate's `prepare_pippy`, on two ranks over gloo; and one
-device. Each with the number of micro-batches with which it is fastest, and `prepare_pippy` with the
-cut as well. The logits of all are compared with those of the model.
+*The limit*: the same calls of the stages without any part of Penstock between them, handed on from
+thread to thread and side by side, see `penstock.bench.limits`.
 
-*The limit*: the calls of the stages of such passes without anything of Penstock between, handed
-from thread to thread, and side by side, see `penstock.bench.limits`.
+*Inference*: `pipe.map` over batches, and accelerate's `prepare_pippy` on two ranks over gloo, each
+with the number of micro-batches with which it is fastest, and `prepare_pippy` with its fastest cut;
+and one device, which runs whole batches. The logits of all are compared with those of the model.
 
-*A step of decoding*: what a pass of a session costs above the work of its stages, see
-`penstock.bench.decoding`; with two small models, the same in every run.
-
-All have one intra-op thread a worker, and an allocator that keeps freed memory. A peer that cannot
-run a model is left out, and the report says why. `--json` has every part as soon as it is measured.
+All have one intra-op thread per worker, and an allocator that keeps freed memory. A peer that
+cannot run a model is left out, and the report says why. `--json` is written after every part.
 """
 
 from __future__ import annotations
@@ -78,12 +79,12 @@ class Settings:
     """How much is tried and measured.
 
     Attributes:
-        rounds: that count.
-        scout: steps to find everybody's best.
-        counts: of groups, and of micro-batches, that everybody tries.
-        further: with how many layers after the middle the second stage of `prepare_pippy` may
-            begin: the last stage has the head as well.
-        passes: of a session in a round.
+        rounds: the number of measured rounds.
+        scout: the number of measured steps of a configuration in the search for the fastest.
+        counts: the numbers of groups, and of micro-batches, that are tried.
+        further: how many layers after the middle one the second stage of `prepare_pippy` may begin
+            at most. It is tried with later cuts, as the last stage has the head as well.
+        passes: the number of passes of a session in a round, for a step of decoding.
     """
 
     rounds: int
@@ -98,15 +99,17 @@ class Settings:
         return cls(2, 1, (1, 2), 0, 10)
 
     def divisors(self, rows: int) -> list[int]:
-        """The counts into which so many rows can be divided equally."""
+        """Those of `counts` that divide this number of rows."""
         return [count for count in self.counts if rows % count == 0]
 
 
 def planner(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planner:
-    """Plans for inference with a stage on each device, for any number of micro-batches.
+    """Profile a model; returns a function that plans its inference with a stage on each device.
 
     Args:
-        model, args, kwargs: with an example.
+        model: the model.
+        args: positional arguments of an example call.
+        kwargs: keyword arguments of an example call.
     """
     program = ps.capture(model, args, kwargs)
     devices = [torch.device(device) for device in DEVICES]
@@ -119,27 +122,32 @@ def planner(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planne
 
 
 Planner = Callable[..., ps.Plan]
-"""The plan for `num_microbatches`."""
+"""Takes `num_microbatches=`, and returns the plan."""
 
 
 class Writer(Protocol):
-    """Who generates."""
+    """A contestant that generates texts."""
 
     def step(self, rows: int, groups: int) -> float:
-        """Generate so many sequences in so many groups; the seconds."""
+        """Generate texts for the first `rows` prompts in groups of equal size; returns the seconds.
+
+        Args:
+            rows: the number of sequences.
+            groups: the number of groups; it divides `rows`.
+        """
 
     def tokens(self) -> list[list[int]]:
-        """The texts of the last step."""
+        """The token ids of the texts of the last step, with their prompts."""
 
 
 class Penstock:
-    """`pipe.generate`.
+    """`pipe.generate` as a contestant.
 
     Args:
-        writing: what it does.
-        workers: on which kind of workers.
-        stack: closes them.
-        plan: of it.
+        writing: the model, the prompts and the number of new tokens.
+        workers: the kind of workers.
+        stack: closes the pipeline.
+        plan: the plan of the pipeline.
     """
 
     def __init__(
@@ -191,13 +199,13 @@ class PeerWriter:
 
 @dataclass(frozen=True)
 class Turn:
-    """Somebody who generates, with a number of groups.
+    """A writer with a number of sequences and of groups, as a contestant.
 
     Attributes:
-        who: what they are called.
-        writer: who it is.
-        rows: sequences.
-        groups: in how many groups.
+        who: the name of the writer.
+        writer: the writer.
+        rows: the number of sequences.
+        groups: the number of groups.
     """
 
     who: str
@@ -225,12 +233,15 @@ def started(recipe: Recipe, stack: ExitStack) -> Peer:
 def all_writers(
     writing: Writing, plan: ps.Plan, stack: ExitStack
 ) -> tuple[dict[str, Writer], dict[str, str]]:
-    """Who generates, and why others do not.
+    """Start all writers.
 
     Args:
-        writing: what they do.
-        plan: of Penstock.
+        writing: the model, the prompts and the number of new tokens.
+        plan: the plan of Penstock's pipelines.
         stack: closes them.
+
+    Returns:
+        the writers that run, and why the others do not, both by name.
     """
     refused: dict[str, str] = {}
     found: dict[str, Writer] = {
@@ -255,7 +266,7 @@ class Expected:
         self._texts: dict[tuple[int, int], list[list[int]]] = {}
 
     def texts(self, rows: int, groups: int) -> list[list[int]]:
-        """Those of so many sequences in so many groups."""
+        """The texts of the first `rows` prompts, generated in so many groups."""
         if (rows, groups) not in self._texts:
             written = self._writing.write(self._model, rows, groups)
             self._texts[rows, groups] = [row for group in written for row in group.tolist()]
@@ -265,7 +276,7 @@ class Expected:
 def scouted_groups(
     found: dict[str, Writer], writing: Writing, settings: Settings
 ) -> dict[str, dict[int, float]]:
-    """For everybody, and every number of groups, the median seconds."""
+    """The median seconds of every writer, by its name and the number of groups."""
     counts = settings.divisors(writing.rows)
     seconds: dict[str, dict[int, float]] = {name: {} for name in found}
     with callback("finding everybody's best number of groups") as progress:
@@ -282,7 +293,11 @@ def scouted_groups(
 def generation(
     writing: Writing, found: dict[str, Writer], expected: Expected, settings: Settings
 ) -> dict[str, Any]:
-    """Everybody with the same groups, and everybody with its own best number of groups."""
+    """Measure all writers with the same number of groups, and each with its own best number.
+
+    The same number is the one with which Penstock in threads is fastest, of those that are not
+    less than the number of devices.
+    """
     scouted = scouted_groups(found, writing, settings)
     best = {name: min(own, key=lambda count: own[count]) for name, own in scouted.items()}
     same = min(
@@ -301,7 +316,7 @@ def generation(
 def latency(
     found: dict[str, Writer], expected: Expected, settings: Settings, new_tokens: int
 ) -> dict[str, Any]:
-    """One sequence, by Penstock and by the stages in turn."""
+    """Measure the generation of one sequence, by Penstock and by the stages in turn."""
     names = (IN_TURN[False], IN_TURN[True], *OURS.values())
     turns = [Turn(name, found[name], 1, 1) for name in names if name in found]
     rows = in_turns(turns, expected, settings.rounds, "generating one sequence")
@@ -311,7 +326,10 @@ def latency(
 def in_turns(
     turns: Sequence[Turn], expected: Expected, rounds: int, what: str
 ) -> list[dict[str, Any]]:
-    """The seconds of these, in turns; the others are compared with the first."""
+    """Let writers take turns; a row of results for each, compared with the first.
+
+    A row also says whether the tokens are those of the model's own `generate`.
+    """
     same = []
     for turn in turns:
         turn.step()
@@ -330,7 +348,7 @@ def _in_turns(contestants: Sequence[Timed], rounds: int, what: str) -> list[list
 
 
 def row(name: str, seconds: list[float], first: list[float]) -> dict[str, Any]:
-    """A contestant's result, and how many times as long as the first it takes."""
+    """A contestant's result, with the ratio of its seconds to those of the first contestant."""
     ratio = Ratio.of(seconds, first)
     return {
         "name": name,
@@ -344,7 +362,7 @@ def row(name: str, seconds: list[float], first: list[float]) -> dict[str, Any]:
 def limit(
     writing: Writing, plan: ps.Plan, groups: int, settings: Settings
 ) -> dict[str, list[dict[str, Any]]]:
-    """What the machine allows for one sequence, and for one of so many groups."""
+    """Measure the stages without Penstock, for one sequence and for one of `groups` groups."""
     passes = writing.new_tokens - 1
     found = {}
     for what, rows in (("one sequence", 1), ("a group", writing.rows // groups)):
@@ -356,7 +374,7 @@ def limit(
 
 
 def decoder_of(writing: Writing, rows: int) -> Decoder:
-    """Greedy decoding of the first so many prompts."""
+    """Greedy decoding of the first `rows` prompts, pass by pass."""
 
     def then(result: Any) -> dict[str, Any]:
         token = result.logits[:, -1:].argmax(-1)
@@ -371,13 +389,13 @@ def decoder_of(writing: Writing, rows: int) -> Decoder:
 
 
 class Mapping:
-    """`pipe.map` over batches.
+    """`pipe.map` over batches, as a contestant.
 
     Args:
         work: the batches, and the model.
-        workers: on which kind of workers.
-        plan: of it.
-        stack: closes the workers.
+        workers: the kind of workers.
+        plan: the plan of the pipeline.
+        stack: closes the pipeline.
     """
 
     def __init__(
@@ -403,7 +421,7 @@ class Mapping:
         return time.perf_counter() - start
 
     def logits(self) -> torch.Tensor:
-        """Of the last token of every row."""
+        """The logits of the last token of every row: (batches, rows, words)."""
         return last_logits(self._results)
 
 
@@ -419,13 +437,13 @@ class PeerMapping:
         return self.peer.step()
 
     def logits(self) -> torch.Tensor:
-        """Of the last token of every row; the last rank has them."""
+        """The logits of the last token of every row; the last rank has them."""
         found: Any = self.peer.call("logits")[-1]
         return torch.from_numpy(found)
 
 
 def inference(work: Inference, settings: Settings) -> dict[str, Any]:
-    """`pipe.map`, `prepare_pippy` and one device."""
+    """Measure inference with `pipe.map`, with `prepare_pippy` and on one device."""
     counts = settings.divisors(work.rows)
     planned = planner(work.build(), (work.batches[0],), {})
     plans = [planned(num_microbatches=count) for count in counts]
@@ -457,8 +475,8 @@ def inference(work: Inference, settings: Settings) -> dict[str, Any]:
 def pippy_makes(work: Inference, counts: Iterable[int], further: int) -> dict[str, Make]:
     """The configurations of `prepare_pippy`, by name.
 
-    Its own cut is for as many chunks as ranks. The others are at the middle, and up to so many
-    layers later.
+    Accelerate's own cut is tried with as many chunks as ranks, for which it is made. The other cuts
+    are before the middle layer, and up to `further` layers later.
     """
     count = len(work.writing.build().get_submodule(work.writing.layers))
     middle = count // 2
@@ -494,7 +512,7 @@ def _expected_logits(work: Inference) -> torch.Tensor:
 def measure(
     writing: Writing, work: Inference, settings: Settings
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Everything that is measured of a model, part by part, each with its name."""
+    """Measure a model; yields the name and the results of each part."""
     count = settings.divisors(writing.rows)[-1]
     plan = planner(writing.build(), (), writing.example)(num_microbatches=count)
     with ExitStack() as stack:
@@ -508,7 +526,7 @@ def measure(
 
 
 def tables(model: str, part: str, found: dict[str, Any]) -> list[str]:
-    """What is printed of a part."""
+    """The printed lines of a part."""
     if part == "limit":
         of_each = [show(f"{model}: stages alone, {what}", rows) for what, rows in found.items()]
         return [line for table in of_each for line in (*table, "")]
@@ -537,7 +555,7 @@ def show(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def show_costs(found: dict[str, Any]) -> list[str]:
-    """A table of what passes cost above their work."""
+    """A table of the overhead of passes, in microseconds."""
     cells = [(found["model"], "us above the work", "±")]
     for each in found["rows"]:
         cells.append((each["name"], f"{1e6 * each['above']:.0f}", f"{1e6 * each['spread']:.0f}"))
@@ -545,11 +563,12 @@ def show_costs(found: dict[str, Any]) -> list[str]:
 
 
 TOLERANCE = 1e-4
-"""By how much of the largest logit logits may differ: others split rows otherwise."""
+"""How far logits may differ, as a share of the largest one: with other splits of the rows, kernels
+may round differently."""
 
 
 def wrong(model: str, found: dict[str, Any]) -> list[str]:
-    """Which contestants have not done what the model does."""
+    """A line for every contestant whose tokens or logits are not those of the model."""
     texts = [
         f"{model}: {each['name']} has other tokens than the model's own generate"
         for part in ("generation", "latency")
@@ -566,11 +585,11 @@ def wrong(model: str, found: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and print; 1 if somebody has not done what the model does."""
+    """Measure and print; returns 1 if tokens or logits of a contestant are wrong."""
     parser = record.parser("generation", __doc__)
     parser.add_argument("--models", default=",".join(writers(quick=True)))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--rows", type=int, help="sequences; by default 36")
+    parser.add_argument("--rows", type=int, help="sequences; by default 36, or 8 with --quick")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
     if options.rounds < 2:
@@ -591,7 +610,7 @@ def main(arguments: Sequence[str]) -> int:
     allocator = "every process keeps freed memory (mallopt)" if kept else "the system's"
     failures: list[str] = []
     measured: dict[str, dict[str, Any]] = {}
-    partly = Namespace(json=options.json, record=False)  # docs/data has models as a whole
+    partly = Namespace(json=options.json, record=False)  # docs/data gets whole models only
     for name in chosen:
         writing = known[name] if options.rows is None else replace(known[name], rows=options.rows)
         work = batches_of(writing, options.quick)
@@ -617,5 +636,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def batches_of(writing: Writing, quick: bool) -> Inference:
-    """The batches for the same model."""
+    """The batches for inference with the same model."""
     return Inference(writing, 3, 8, 8) if quick else Inference(writing, 6, 8, 64)

@@ -3,14 +3,15 @@
     python -m penstock.bench gpus [--devices cuda:0 cuda:1] [--models tiny gpt2 resnet50]
         [--rounds 7] [--steps 5] [--quick] [--json FILE] [--record]
 
-Everybody trains the same model on the same micro-batches, in float32 or under autocast in bfloat16,
-with the same settings of PyTorch; the loop accumulates gradients over the micro-batches. Each turn
-is so many steps and ends when the GPU has done them; turns are drawn in a new order every round.
-What is said is the median of the rounds' ratios to the loop, with the smallest and the largest.
+All contestants train the same model on the same micro-batches, in float32 or under autocast to
+bfloat16, with the same settings of PyTorch; the loop accumulates gradients over the micro-batches.
+A turn is `--steps` steps and ends when the GPU has finished them; the order of turns is drawn anew
+for every round. The results are ratios to the loop whose batch is on the GPU: the median, the
+smallest and the largest of all rounds.
 
-*CUDA graphs* is Penstock with `cuda_graphs=True`. With one GPU two workers share it, which gains
-nothing: it shows what their threads cost, or their processes. Batches are on the GPU, on the CPU,
-or in its pinned memory; the loop copies each micro-batch without blocking, as a good script does.
+*CUDA graphs* is Penstock with `cuda_graphs=True`. If there is a single GPU, two workers share it,
+which gains nothing but shows the overhead of worker threads and processes. Batches are on the GPU,
+on the CPU, or in pinned memory of the CPU; the loop copies each micro-batch without blocking.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MICROBATCHES = 4
 _PROCESSES: dict[str, Any] = {"workers": "processes"}
 
 Case = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Any, torch.dtype | None]
-"""Makes a model, makes its batch, the loss, and what it is autocast to."""
+"""What makes the model, what makes its batch and target, the loss, and the dtype of autocast."""
 
 
 def cases(quick: bool) -> dict[str, Case]:
@@ -63,12 +64,12 @@ def cases(quick: bool) -> dict[str, Case]:
 
 
 class _Course:
-    """A case, and everybody who runs it.
+    """A case on some devices, and its contestants.
 
     Args:
         case: what is trained.
-        devices: where.
-        steps: in a turn.
+        devices: the devices of pipelines; the loop runs on the first.
+        steps: the number of steps in a turn.
     """
 
     def __init__(self, case: Case, devices: Sequence[torch.device], steps: int) -> None:
@@ -84,13 +85,13 @@ class _Course:
         }
 
     def modes(self) -> AbstractContextManager[object]:
-        """What everybody trains under."""
+        """The context of every training step: autocast, or one that does nothing."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._first.type, self._dtype)
 
     def loop(self, where: str) -> Contestant:
-        """Plain PyTorch on the first device."""
+        """A loop of plain PyTorch on the first device; `where` says where the batch is."""
         model = self._build().to(self._first)
         x, y = self._given[where]
 
@@ -108,7 +109,7 @@ class _Course:
 
     @contextmanager
     def pipeline(self, name: str, where: str, **options: Any) -> Iterator[Contestant]:
-        """Penstock, with these options."""
+        """A pipeline with these options; it is closed at the end of the context."""
         model = self._build().to(self._first)
         x, y = self._given[where]
         options = {"num_microbatches": MICROBATCHES, "progress": None, **options}
@@ -159,7 +160,7 @@ class _Course:
 
 
 def peaks(case: Case, device: torch.device) -> dict[str, int]:
-    """Bytes that a step of plain PyTorch and one of Penstock need at most on a device."""
+    """Peak bytes on a device in the second step: of the loop, of Penstock, and with CUDA graphs."""
     found, kind = {}, kind_of(device)
     course = _Course(case, [device], 1)
     ways: dict[str, dict[str, Any]] = {"Penstock": {}, "CUDA graphs": {"cuda_graphs": True}}
@@ -182,11 +183,11 @@ def main(arguments: Sequence[str]) -> int:
     """Measure and print."""
     parser = record.parser("gpus", __doc__)
     parser.add_argument(
-        "--devices", nargs="+", help="all accelerators of this machine, or one twice"
+        "--devices", nargs="+", help="by default all accelerators, or a single one twice"
     )
     parser.add_argument("--models", nargs="+", default=list(cases(False)))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=5, help="of each in a round")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a turn")
     parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(arguments)
     kind = accelerator()

@@ -3,15 +3,15 @@
     python -m penstock.bench guarded [--models gpt,tiny] [--seconds 120] [--pairs 1500]
         [--json FILE] [--record]
 
-One pipeline trains. Its steps come in pairs: one as users have it, and one that is not audited and
-takes it for granted that nothing has changed of what its forward reads, of the modules that worker
-processes have copies of, or of hooks. Which of the two is first is drawn anew for every pair, so
-that both find memory, caches and the machine's other work alike.
+One pipeline trains in pairs of steps. One step of a pair is as users run it. The other one is not
+audited, and does not check whether anything has changed in what its forward reads, in the modules
+that worker processes have copies of, or in hooks. The order of the two is drawn anew for every
+pair, so that memory, caches and other work of the machine affect both alike.
 
-The ratio is the median of the pairs' own, with the interval in which 95 % of the medians of
-resampled pairs lie (bootstrap). Pairs with an audited step are left out of it, and the first two.
-What audits took is said apart: those of the first twenty passes, which are many by design, and
-those of all later ones, as a share of the time of their steps.
+The ratio is the median of the ratios of all pairs, with the interval that contains 95 % of the
+medians of resampled pairs (bootstrap). The first two pairs and those with an audited step are left
+out of it. The time of audits is given separately: in the first twenty passes, which have many by
+design, and in all later ones as a share of the time of their steps.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SAMPLES = 2000
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Meanwhile, nothing is looked at that a forward has read."""
+    """While open, pipelines do not check whether what a forward has read is unchanged."""
     with patch.object(Guards, "hold", lambda _: True):
         yield
 
 
 @contextmanager
 def trusting() -> Iterator[None]:
-    """Meanwhile, nothing at all is looked at before a pass, and none is audited."""
+    """While open, pipelines do not check for changes before a pass, and no pass is audited."""
     with ExitStack() as stack:
         stack.enter_context(unguarded())
         stack.enter_context(patch.object(Opened, "check", lambda _: None))
@@ -60,14 +60,15 @@ def trusting() -> Iterator[None]:
 def cost(
     subject: Subject, seconds: float, most: int, workers: Any, known: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train for a while, and say what each kind of step took.
+    """Train in pairs of steps, with checks and audits and without; returns their times.
 
     Args:
         subject: what is trained.
-        seconds: how long; a few pairs of steps at least.
-        most: so many pairs at most.
-        workers: of which kind.
-        known: the model, the program and the plan; they are made, and left there, by the first.
+        seconds: how long to train; at least `FEWEST` pairs of steps are run.
+        most: the largest number of pairs.
+        workers: the kind of workers.
+        known: the model, the program and the plan of an earlier call, which are used again; the
+            first call adds them.
     """
     x, y = subject.data()
     model = known.setdefault("model", subject.build())
@@ -111,7 +112,7 @@ def cost(
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """In which 95 % of the medians of resampled ratios lie."""
+    """The interval that contains 95 % of the medians of resampled ratios."""
     medians = sorted(
         statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(SAMPLES)
     )
@@ -123,8 +124,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = record.parser("guarded", __doc__)
     parser.add_argument("--models", default="gpt,tiny")
     parser.add_argument("--workers", default="threads,processes")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for each of them")
-    parser.add_argument("--pairs", type=int, default=1500, help="at most, for each of them")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="for each model and kind of workers"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=1500, help="at most, for each model and kind of workers"
+    )
     parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(arguments)
     found = []

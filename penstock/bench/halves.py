@@ -1,10 +1,12 @@
-"""What it costs to halve backwards: input half and weight half against a whole backward.
+"""The cost of splitting a backward into an input half and a weight half, beside a whole backward.
 
     python -m penstock.bench halves [--rounds 15] [--json FILE]
 
-Every model is one stage on one core. Whole and halved backwards take turns, kept and recomputed,
-and both add up the same gradients. The target is 1.1; splitting the graph of a whole stage, as
-`torch.distributed.pipelining` does, takes 2 to 8 times as long as a whole backward.
+Every model is one stage on one core. Whole and halved backwards take turns, with activations that
+are kept and with activations that are recomputed, and compute the same gradients. The result is the
+ratio of the time of both halves to that of a whole backward; the target is 1.1. Splitting the graph
+of a whole stage, as `torch.distributed.pipelining` does, takes 2 to 8 times as long as a whole
+backward.
 """
 
 from __future__ import annotations
@@ -102,7 +104,12 @@ class Stage:
         self.x = x.clone().requires_grad_(x.is_floating_point())
 
     def step(self) -> tuple[float, float]:
-        """Seconds of the backward, or of its input half, and of its weight half."""
+        """Run a forward and a backward, and time the backward.
+
+        Returns:
+            the seconds of the input half, or of a whole backward, in either case with the
+            recomputation; and those of the weight half.
+        """
         sizes = {ROWS: len(self.x)}
         start, results = run_span(self.span, (self.x,), sizes, KEY)
         roots = edges(results)
@@ -118,7 +125,7 @@ class Stage:
 
 
 def measured(name: str, rounds: int) -> dict[str, Any]:
-    """The ratios of one model."""
+    """Measure one model: median seconds, and the ratios of all rounds in ascending order."""
     torch.manual_seed(0)
     model, x = MODELS[name]()
     program = ps.capture(model.train(), (x,))

@@ -3,7 +3,7 @@
     python -m penstock.bench large [--layers 32] [--devices 8] [--length 64] [--rows 4]
         [--json FILE]
 
-Prints how long each part took and how much memory the process used at most.
+Prints the plan, how long each part took, and the peak memory of the process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def llama(layers: int = 32) -> nn.Module:
 
 
 def tokens(rows: int, length: int) -> dict[str, Any]:
-    """Inputs with labels and a mask that pads."""
+    """Keyword arguments of the model: random tokens with labels, and padding in the first row."""
     ids = torch.randint(0, 32000, (rows, length))
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def llama_is_there() -> None:
-    """Import what building needs."""
+    """Build a model without layers, which imports everything that building needs."""
     with ps.empty_weights():
         llama(layers=0)
 

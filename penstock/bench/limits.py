@@ -1,12 +1,12 @@
-"""What the machine allows a pipeline: the stages of passes without anything of Penstock between.
+"""How fast the machine can run the stages of passes without any part of Penstock between them.
 
-Three contestants run the same calls of the stages, which passes in threads have made, and take
-turns. *In turn*: one thread runs them all. *Handed on*: a thread for each stage runs its calls, and
-waits before each for the thread of the stage before; as one sequence goes through a pipeline.
-*Side by side*: a thread for each stage runs its calls and waits for nobody, as in a pipeline that
-is always full. So the speed-up that two workers allow is what *in turn* takes of *side by side*,
-which is below two where stages are uneven or share what they are limited by: memory, caches, the
-interpreter's lock.
+Three contestants take turns. They run the same calls of the stages, recorded from passes of a
+pipeline of threads. *In turn*: one thread runs all calls. *Handed on*: a thread for each stage runs
+its calls, and waits before each for the thread of the stage before, as one sequence goes through a
+pipeline. *Side by side*: a thread for each stage runs its calls without waiting, as in a pipeline
+that is always full. So the largest speed-up of two workers is the time *in turn* over the time
+*side by side*. It is below two where stages are uneven, or compete for memory bandwidth, caches or
+the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Threads:
 
     Args:
         work: the calls.
-        handed_on: whether each waits for the call of the stage before, and the first one for the
-            last stage.
+        handed_on: whether each call waits for that of the stage before, and a call of the first
+            stage for that of the last stage in the pass before.
 
     Attributes:
-        name: what they are called.
-        results: of the last call of each stage.
+        name: the name of the contestant.
+        results: the results of the last call of each stage, by stage.
     """
 
     def __init__(self, work: Work, handed_on: bool) -> None:
@@ -50,7 +50,7 @@ class Threads:
         self.results: dict[int, Any] = {}
 
     def step(self) -> float:
-        """All calls once; the mean seconds of a pass.
+        """Run all calls once; returns the mean seconds of a pass.
 
         Raises:
             queue.Empty: a thread has waited for too long.
@@ -71,7 +71,7 @@ class Threads:
                             turns[stage].get(timeout=_PATIENCE)
                         self.results[stage] = module(*args)
                         turns[(stage + 1) % count].put(None)
-            except BaseException as error:  # it is raised where somebody waits
+            except BaseException as error:  # raised in the thread that waits for this one
                 errors.append(error)
 
         threads = [threading.Thread(target=run, args=each) for each in enumerate(calls)]
@@ -94,15 +94,15 @@ def limits(
     """The mean seconds of a pass in every round: in turn, handed on and side by side.
 
     Args:
-        decoder: what passes run.
-        plan: of the stages; by default two with equally many calls.
-        rounds: that count.
-        count: passes in a round.
+        decoder: the model and its passes.
+        plan: the plan of the stages; by default two with equally many calls.
+        rounds: the number of measured rounds.
+        count: the number of passes in a round.
         tick: called before every turn.
     """
     with ExitStack() as stack:
         passes = Passes(decoder, "threads", count, stack, plan)
-        passes.step()  # lengths that are new are looked at
+        passes.step()  # the first passes of a new length take longer
         work = Work(passes, count)
     contestants: list[Timed] = [work, Threads(work, True), Threads(work, False)]
     names = [IN_TURN, HANDED_ON, SIDE_BY_SIDE]

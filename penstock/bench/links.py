@@ -1,14 +1,15 @@
-"""What Penstock's own machinery costs: its link between processes, and the actions of a schedule.
+"""The overhead of Penstock itself: of its link between processes, and of a schedule's actions.
 
     python -m penstock.bench links [--rounds 15] [--quick] [--json FILE]
 
 Links: a tensor goes to another process and back; one way is half of that. The shared-memory link
 takes turns with gloo over loopback, each between two processes of its own.
 
-Actions: stages that are one tiny linear layer, 64 micro-batches. The overhead of an action is what
-a step takes longer than it would if workers did nothing but the bare loop's work, for each action
-on the way: (step - ideal) / 2(m + p - 1), where ideal = (m + p - 1) / mp of the bare loop. That
-includes everything: splitting the batch, sending it to the workers, links, the loss, the report.
+Actions: each stage is one tiny linear layer, and a batch has 64 micro-batches. The overhead of an
+action is the time of a step beyond that of an ideal pipeline, which does nothing but the work of a
+bare loop, divided by the number of actions on the critical path: (step - ideal) / 2(m + p - 1),
+where ideal = (m + p - 1) / mp of the bare loop's time, for m micro-batches and p workers. It
+includes splitting the batch, sending it to the workers, links, the loss and the report.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TIMEOUT = 120.0
 
 
 def exchanges(size: int, quick: bool) -> int:
-    """How often a tensor of so many bytes goes there and back in a turn."""
+    """The number of round trips in a turn of a tensor of `size` bytes."""
     return max(2, min(5 if quick else 200, (64 << 20) // size))
 
 
@@ -61,26 +62,37 @@ def exchanges(size: int, quick: bool) -> int:
 
 @dataclass(frozen=True)
 class Join:
-    """Have one end of a link, made of the socket that was granted under a number."""
+    """A job that makes one end of a link from a socket that the worker was granted.
+
+    Attributes:
+        grant: the number of the grant.
+        first: whether it is the end that sends values and receives gradients.
+    """
 
     grant: int
     first: bool
 
     def __call__(self, own: WorkerState) -> None:
-        """As `penstock.workers.processes.jobs.Build` does for a pipeline."""
+        """Make the end, as `penstock.workers.processes.jobs.Build` does for a pipeline."""
         own.links[0] = own.sink(self.grant) if self.first else own.source(self.grant)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Send a tensor there and back, so often."""
+    """A job that sends a tensor to the other worker and back, many times.
+
+    Attributes:
+        first: whether this worker begins.
+        size: the size of the tensor in bytes.
+        times: the number of measured round trips, after `WARM_UPS` that are not.
+    """
 
     first: bool
     size: int
     times: int
 
     def __call__(self, own: WorkerState) -> list[float]:
-        """The seconds of each, where it began."""
+        """Run the round trips; returns the seconds of each, which count on the first worker."""
         link: Any = own.links[0]  # the end that `Join` has made
         taken = []
         payload = torch.zeros(self.size, dtype=torch.uint8)
@@ -130,7 +142,12 @@ class GlooRank:
         self._rank = place.rank
 
     def exchange(self, size: int, times: int) -> list[float]:
-        """Send a tensor there and back; the seconds of each."""
+        """Send a tensor to the other rank and back, `times` times; the seconds of each round trip.
+
+        Args:
+            size: the size of the tensor in bytes.
+            times: the number of measured round trips, after `WARM_UPS` that are not.
+        """
         payload, taken = torch.zeros(size, dtype=torch.uint8), []
         for _ in range(WARM_UPS + times):
             start = time.perf_counter()
@@ -254,7 +271,7 @@ def torchs(stages: int, stack: ExitStack) -> Callable[[], float]:
 
 
 def measure_actions(stages: int, rounds: int) -> dict[str, Any]:
-    """Seconds of overhead per action, of all on so many workers; medians, in one run."""
+    """Measure the overhead of an action in seconds for each contestant, on `stages` workers."""
     use_threads(1)
     with ExitStack() as stack:
         contestants = [

@@ -1,4 +1,4 @@
-"""How long the exact partition takes, by size and by what it has to respect.
+"""How long the exact partition takes, by the size of the problem and its constraints.
 
     python -m penstock.bench partition [--rounds 3] [--large] [--json FILE]
 
@@ -26,7 +26,7 @@ KINDS = (16, 16, 7)
 
 
 def cases(calls: int, devices: int) -> dict[str, Case]:
-    """Unequal devices, with and without what else there may be."""
+    """Partitions over unequal devices in a given order, with ever more constraints, by name."""
     rng = np.random.default_rng(0)
     work = rng.lognormal(0.0, 1.0, calls)
     seconds = work * rng.uniform(0.5, 1.0, (devices, 1))
@@ -45,7 +45,7 @@ def cases(calls: int, devices: int) -> dict[str, Case]:
     partly = Variant(seconds * 7 / 6, 0.6 * kept, entry)
 
     def scarce(variant: Variant) -> NDArray[np.float64]:
-        """A tenth more than the variant needs on devices of equal memory."""
+        """Memory caps: a tenth more than the variant needs on devices of equal memory."""
         try:
             partition([variant], caps=np.zeros(devices), **terms)
         except CapacityError as error:
@@ -62,7 +62,7 @@ def cases(calls: int, devices: int) -> dict[str, Case]:
 
 
 def any_order(calls: int) -> Case:
-    """Devices of three kinds in whichever order."""
+    """A partition over devices of three kinds in the best of all orders, with memory caps."""
     rng = np.random.default_rng(0)
     seconds = rng.lognormal(0.0, 1.0, calls) * np.array([[1.0], [1.5], [2.5]])
     costs = [Variant(seconds, np.ones((3, calls)))]

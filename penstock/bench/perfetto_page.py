@@ -61,4 +61,4 @@ class _Handler(SimpleHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing of each request."""
+        """Do not log requests."""

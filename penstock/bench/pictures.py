@@ -2,9 +2,10 @@
 
     python -m penstock.bench pictures [--output docs/images]
 
-`top.svg` is what `penstock top` shows, `watched.png` a recorded step, and as Chromium shows them,
-`report.png` the upper part of a report and `trace.png` that step's trace in Perfetto. The last two
-are left out where Chromium or `pip install 'penstock[browser]'` is missing.
+`top.svg` is the screen of `penstock top`, and `watched.png` the timeline of a recorded step.
+`report.png`, the upper part of a report, and `trace.png`, the trace of that step in Perfetto, are
+screenshots made with Chromium. They are left out where Chromium or
+`pip install 'penstock[browser]'` is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NEEDED = "they need Chromium, and pip install 'penstock[browser]'"
 
 
 def _top(path: Path, go_on: threading.Event) -> None:
-    """Draw this process's pipeline, while it trains; then let it end."""
+    """Draw the pipeline of this process with `penstock top`; then set `go_on` in any case."""
     command = [
         str(Path(sys.executable).with_name("penstock")),
         "top",
@@ -51,13 +52,19 @@ def _top(path: Path, go_on: threading.Event) -> None:
 
 
 def _browser() -> str | None:
-    """The browser that draws pages, if it and what drives it are here."""
+    """The path of a browser; `None` if there is none, or playwright or viztracer is missing."""
     driven = all(map(find_spec, ("playwright", "viztracer")))
     return next(filter(None, map(shutil.which, _BROWSERS)), None) if driven else None
 
 
 def _photograph(browser: str, pages: Mapping[str, str], folder: Path) -> None:
-    """Have a browser draw pages; `pages` has their addresses by the names of the pictures."""
+    """Save screenshots of pages.
+
+    Args:
+        browser: the path of the browser.
+        pages: the address of each page, by the file name of its picture.
+        folder: where the pictures go.
+    """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
@@ -76,12 +83,12 @@ def _photograph(browser: str, pages: Mapping[str, str], folder: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, and draw."""
+    """Train a small model, and draw the pictures."""
     parser = argparse.ArgumentParser("python -m penstock.bench pictures", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("docs/images"))
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    sys.argv = ["train.py"]  # which the report names
+    sys.argv = ["train.py"]  # the name of the script in the report
     torch.manual_seed(0)
     model, (x, y) = gpt2_like(4, 128, 4, 32), tokens(16, 32)
     drawn = threading.Event()

@@ -1,4 +1,4 @@
-"""Keeps what was measured, with where it comes from: the commit, the machine, the day, and torch.
+"""Writes measurements with their origin: the commit, the machine, the date, and torch's version.
 
     python -m penstock.bench record FILE NAME
 
@@ -31,7 +31,7 @@ _PATIENCE = 1200.0  # seconds
 
 
 def machine() -> dict[str, Any]:
-    """What the measurements ran on."""
+    """The machine that this process runs on: processor, cores, GPUs, versions and threads."""
     kind = accelerator()
     return {
         "processor": processor(),
@@ -54,12 +54,12 @@ def origin() -> dict[str, Any]:
 
 
 def in_own_process(module: str, *arguments: str, **environment: str) -> Any:
-    """What a module prints as JSON in its last line, run without warnings in a new process.
+    """Run a module in a new process without warnings; returns the JSON in the last line it prints.
 
     Args:
-        module: its name.
-        *arguments: of its command line.
-        **environment: more environment variables.
+        module: the name of the module.
+        *arguments: the arguments of its command line.
+        **environment: variables that are added to the environment.
 
     Raises:
         RuntimeError: it failed, or did not end within twenty minutes.
@@ -83,7 +83,10 @@ def in_own_process(module: str, *arguments: str, **environment: str) -> Any:
 
 
 def commit() -> str:
-    """The commit that is checked out; `unknown` without git, or where Penstock is installed."""
+    """The commit that is checked out, with a `+` if tracked files outside docs/ have changed.
+
+    It is `unknown` without git, or where Penstock is installed.
+    """
     if not (ROOT / ".git").exists():
         return "unknown"
     try:
@@ -104,17 +107,17 @@ def parser(name: str, doc: str | None) -> ArgumentParser:
     """A benchmark's parser, with the options that say where the data go.
 
     Args:
-        name: of the benchmark.
-        doc: what it is and does.
+        name: the name of the benchmark.
+        doc: the docstring of its module, which `--help` prints.
     """
     made = ArgumentParser(
         f"python -m penstock.bench {name}",
         description=doc,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    made.add_argument("--json", type=Path, help="write everything that was measured here")
+    made.add_argument("--json", type=Path, help="write everything that was measured to this file")
     made.add_argument(
-        "--record", action="store_true", help="and to docs/data, from which the docs are made"
+        "--record", action="store_true", help="write it to docs/data, from which the docs are made"
     )
     return made
 
@@ -131,12 +134,12 @@ def save(name: str, report: dict[str, Any], options: Namespace) -> dict[str, Any
 def save_models(
     name: str, measured: dict[str, dict[str, Any]], options: Namespace
 ) -> dict[str, Any]:
-    """Write what was measured of models; those that docs/data has of others stay there.
+    """Write the measurements of some models; docs/data keeps those of other models.
 
     Args:
-        name: of the benchmark.
-        measured: by the models' names; each gets its origin.
-        options: where it goes.
+        name: the name of the benchmark.
+        measured: the measurements by the names of the models; an origin is added to each.
+        options: those of `parser`, which say where the measurements go.
     """
     path = DATA / f"{name}.json"
     kept = json.loads(path.read_text())["models"] if options.record and path.exists() else []
@@ -146,7 +149,7 @@ def save_models(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Keep a file."""
+    """Copy a report to docs/data, with its origin, or that of this checkout if it has none."""
     path, name = arguments
     save(name, json.loads(Path(path).read_text()), Namespace(json=None, record=True))
     return 0

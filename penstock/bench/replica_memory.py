@@ -1,10 +1,10 @@
 """The memory of every process that trains with replicas, beside a scheme that gathers on one.
 
-Penstock's replicas are worker processes, driven by one more, as a user's script does. The other
-scheme is that of `nn.DataParallel` (`penstock.bench.peers.gathering`). All processes have one
+Penstock's replicas are worker processes, which another process drives as a user's script does. The
+other scheme is that of `nn.DataParallel` (`penstock.bench.peers.gathering`). All processes have one
 intra-op thread and keep freed memory, so what they have after some steps is the most that they have
-needed. What belongs to the interpreter and to libraries is measured too, with a model of a few
-numbers.
+needed. The memory of the interpreter and of libraries is measured with a tiny model, and
+subtracted.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from penstock.display.tables import Row, aligned
 from penstock.pipeline import Pipeline
 from penstock.units import show_bytes
 
-_WIDTH = 4  # of the model of a few numbers
+_WIDTH = 4  # features of the tiny model
 _DRIVER = "driver"
 
 
 @dataclass(frozen=True)
 class Process:
-    """What a process has.
+    """The memory of one process.
 
     Attributes:
-        name: what it is.
-        at_rest: its memory where the model has a few numbers.
-        training: its memory where it trains the model.
+        name: its role: `replica 0`, `device 0` and so on, or `driver`.
+        at_rest: its memory after steps of a tiny model.
+        training: its memory after steps of the model that is measured.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Scheme:
 
     Attributes:
         name: what it is called.
-        processes: all of them; those that have replicas, or are devices, and the driver at the end
-            if that is another.
+        processes: those that have a replica or stand for a device, in order, and then the driver
+            if it is a process of its own.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Scheme:
 
     @property
     def workers(self) -> tuple[Process, ...]:
-        """Those that run the model."""
+        """The processes that run the model."""
         return tuple(process for process in self.processes if process.name != _DRIVER)
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory, each page counted once, however many processes have it."""
+        """Bytes of shared memory beyond those at rest; a page of several processes counts once."""
         return sum(process.training.part - process.at_rest.part for process in self.processes)
 
     @property
@@ -106,7 +106,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a model takes in both schemes.
+    """The memory that training a model takes in both schemes.
 
     Attributes:
         model: what it is called.
@@ -177,12 +177,12 @@ class ReplicaDriver:
         return [*map(Held.by, pids), Held.by()]
 
     def close(self) -> None:
-        """Dismiss the workers."""
+        """Close the pipeline, which ends its workers."""
         self._pipe.close()
 
 
 def with_replicas(workload: Workload) -> Peer:
-    """A process that drives a replica, with one thread, for each of the micro-batches."""
+    """A peer of one process, which drives one replica for each micro-batch."""
     name = f"Penstock, {workload.num_microbatches} replicas"
     return Peer(name, [partial(ReplicaDriver, workload)])
 
@@ -191,9 +191,9 @@ def measure_memory(model: str, workload: Workload, steps: int) -> Memory:
     """Train with Penstock and with the gathering scheme, one after the other.
 
     Args:
-        model: what it is called.
-        workload: in as many micro-batches as there shall be replicas.
-        steps: that each makes before it is looked at.
+        model: the name of the model.
+        workload: what is trained; it has one micro-batch for each replica.
+        steps: the number of steps before the memory is read.
 
     Raises:
         OSError: the kernel does not say how much memory processes have: this is not Linux.
@@ -214,7 +214,7 @@ def measure_memory(model: str, workload: Workload, steps: int) -> Memory:
 
 
 def _after(peer: Peer, steps: int) -> list[Held]:
-    """What every process has after so many steps."""
+    """The memory of every process of a peer after this many steps; closes the peer."""
     try:
         for _ in range(steps):
             peer.step()

@@ -1,8 +1,9 @@
 """The experiment of the `nn.DataParallel` tutorial: how many rows each replica sees of a batch.
 
-A model of one linear layer, a hundred random rows in batches of 30, and a last batch that is
-smaller; and one of fewer rows than there are replicas. The layer itself notes in its forward what
-it is given and by whom it is run, so what is reported has been seen, and is then checked.
+A model of one linear layer runs a hundred random rows in batches of 30, of which the last is
+smaller, and then a batch of one row, which is fewer than there are replicas. The layer notes in its
+forward the shape of its input and the thread that runs it. So the report says what really ran, and
+that is checked.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROWS, BATCH, FEW = 100, 30, 1
 INPUTS, OUTPUTS = 5, 2
 
 Runner = tuple[int, int]
-"""The process and the thread that run a forward, by the numbers that the system gives them."""
+"""The ids of the process and of the thread that run a forward, as the operating system has them."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Batch:
-    """What became of a batch.
+    """How one batch was run, and whether that was exact.
 
     Attributes:
         inputs: its shape.
         outputs: the shape of its result.
-        seen: the forwards that the replicas ran of it, by replica.
+        seen: the forwards that replicas ran for it, in the order of the replicas.
         idle: the replicas that ran none.
         exact: whether the result and the gradients have the bits of one device that runs the same
             micro-batches.
@@ -70,7 +71,7 @@ class Batch:
     exact: bool
 
     def check(self, replicas: int) -> None:
-        """Raise unless every row was seen once, by as many replicas as there can be.
+        """Raise unless every row was run once, by as many replicas as there can be, and exactly.
 
         Raises:
             PenstockError: the replicas' rows do not add up to the batch's, or fewer replicas were
@@ -97,7 +98,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What became of all batches, with so many replicas.
+    """How all batches were run, with one number of replicas.
 
     Attributes:
         replicas: how many.
@@ -133,13 +134,13 @@ class Sizes:
 class NotedLinear(nn.Linear):
     """A linear layer that notes in a file the shapes of every forward, and who runs it.
 
-    What a layer keeps in its attributes is the model's state, which replicas take turns for; a
-    file is outside of that.
+    The notes are not kept in attributes: these would be state of the model, for which replicas have
+    to take turns.
 
     Args:
-        inputs: features.
-        outputs: features.
-        notes: the file, which several processes append lines to.
+        inputs: the number of input features.
+        outputs: the number of output features.
+        notes: the path of the file, to which several processes append lines.
     """
 
     def __init__(self, inputs: int, outputs: int, notes: str) -> None:
@@ -150,7 +151,7 @@ class NotedLinear(nn.Linear):
         """Rows (n, inputs) as rows (n, outputs)."""
         result = super().forward(x)
         shapes = [",".join(map(str, tensor.shape)) for tensor in (x, result)]
-        with open(self.notes, "a") as file:  # one short write at the end of it is never torn apart
+        with open(self.notes, "a") as file:  # short appends do not interleave
             file.write(f"{os.getpid()} {threading.get_native_id()} {' '.join(shapes)}\n")
         return result
 
@@ -204,7 +205,7 @@ class _Watched:
 
     Args:
         pipe: of a model with one `NotedLinear`; a replica is one worker.
-        notes: where that notes its forwards.
+        notes: the path of the file to which that layer writes.
         replicas: how many.
     """
 
@@ -213,7 +214,7 @@ class _Watched:
         self._known: list[Runner] = []
 
     def run(self, inputs: Tensor) -> Batch:
-        """Call the pipeline, go backward, and compare both with one device."""
+        """Run a batch forward and backward, and compare result and gradients with one device's."""
         model = self._pipe.model
         target = torch.zeros(len(inputs), OUTPUTS)
         self._notes.unlink(missing_ok=True)
@@ -231,7 +232,7 @@ class _Watched:
         return Batch(tuple(inputs.shape), tuple(output.shape), tuple(seen), idle, exact)
 
     def _seen(self) -> list[Seen]:
-        """What the workers have noted. This thread's own forwards are those of the recording."""
+        """The forwards that workers have noted; those of this thread belong to the recording."""
         here = os.getpid(), threading.get_native_id()
         forwards = [note for note in noted(self._notes) if note[0] != here]
         new = {runner for runner, _, _ in forwards} - set(self._known)
@@ -240,7 +241,7 @@ class _Watched:
         return sorted(found, key=lambda each: each.replica)
 
     def _one_device(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The result and the gradients of the same micro-batches, one after the other."""
+        """The result and the gradients of the same micro-batches, run in order on one device."""
         twin = copy.deepcopy(self._pipe.model)
         twin.zero_grad()
         oracle = Oracle(twin, (inputs,), {}, self._replicas)

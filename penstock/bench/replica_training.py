@@ -1,10 +1,10 @@
-"""Replicas in turns with fewer replicas, and with `DistributedDataParallel` on as many ranks.
+"""Step times and bits of replicas, of fewer of them, and of `DistributedDataParallel`.
 
-The most replicas run on ranks as well, which is what a script under torchrun has.
+The largest number of replicas runs on ranks as well, as in a script under torchrun.
 
-All train the same model from the same weights on the same micro-batches, with one intra-op thread
-for each replica or rank and an allocator that keeps freed memory. First every configuration of
-`DistributedDataParallel` runs alone for a few steps, to find its best.
+All take turns in training the same model from the same weights on the same micro-batches, with one
+intra-op thread for each replica or rank and an allocator that keeps freed memory. Before, every
+configuration of `DistributedDataParallel` runs alone for a few steps, to find its best.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Bits:
 
     Attributes:
         parameters: how many there are.
-        equal: of how many the gradient has the same bits.
-        difference: the largest of a gradient's entry; 0 if all bits are the same.
-        largest: the largest entry of one device's gradients, for comparison.
+        equal: the number of parameters whose gradients have the same bits.
+        difference: the largest absolute difference of an entry; 0 if all bits are the same.
+        largest: the largest absolute entry of one device's gradients, for comparison.
     """
 
     parameters: int
@@ -95,12 +95,13 @@ class Bits:
 
 @dataclass(frozen=True)
 class Measured:
-    """One who took turns.
+    """A contestant, and how exact its gradients are.
 
     Attributes:
-        contestant: its seconds; its facts have the number of `replicas`, and the `workers`, which
-            are `"ranks"` under torchrun and `"ddp"` for `DistributedDataParallel`.
-        bits: of its gradients.
+        contestant: what was timed; its facts have the number of `replicas`, and `workers`:
+            `"threads"`, `"processes"`, `"ranks"` as under torchrun, or `"ddp"` for
+            `DistributedDataParallel`.
+        bits: its gradients of the first batch, compared with those of one device.
     """
 
     contestant: Contestant
@@ -108,26 +109,26 @@ class Measured:
 
     @property
     def workers(self) -> str:
-        """Who runs the replicas."""
+        """What runs the replicas: a kind of workers, `"ranks"` or `"ddp"`."""
         workers: str = self.contestant.facts["workers"]
         return workers
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         replicas: int = self.contestant.facts["replicas"]
         return replicas
 
 
 @dataclass(frozen=True)
 class Training:
-    """What came of a model.
+    """What was measured of one model.
 
     Attributes:
         model: what it is called.
         num_microbatches: of a batch, for all.
-        measured: who took turns; `DistributedDataParallel` is the last.
-        scouted: the seconds of all its configurations, each alone.
+        measured: the contestants, which took turns; `DistributedDataParallel` is the last.
+        scouted: the seconds of all configurations of the latter, each alone.
     """
 
     model: str
@@ -198,7 +199,7 @@ class Replicated:
     Attributes:
         name: what it is called.
         facts: what the report says of it.
-        gradients: those of the batch with the first weights, in the order of the parameters.
+        gradients: those of the batch at the initial weights, in the order of the parameters.
     """
 
     def __init__(self, workload: Workload, replicas: int, workers: WorkerKind) -> None:
@@ -235,14 +236,14 @@ class Replicated:
         self._pipe.train_step(self._inputs, target=self._target, loss_fn=self._loss_fn)
 
     def step(self) -> float:
-        """One training step; its seconds."""
+        """Run one training step, and return its seconds."""
         start = time.perf_counter()
         self._backward()
         self._optimizer.step()
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """Dismiss the workers."""
+        """Close the pipeline, which ends its workers."""
         self._pipe.close()
 
 
@@ -330,7 +331,7 @@ def train(
 
 
 def _of_peer(peer: Peer, name: str, workers: str, expected: Sequence[Tensor]) -> Measured:
-    """Processes of a peer, each of which has a replica, as one who takes turns."""
+    """A peer as a contestant; each of its processes has a replica."""
     every = peer.call("gradients")
     facts = {"replicas": len(every), "workers": workers}
     found = [torch.from_numpy(each) for each in every[0]]
@@ -360,10 +361,10 @@ def check_same_weights(model: str, weights: dict[str, list[Tensor]]) -> None:
 
     Args:
         model: what it is called.
-        weights: of everybody, by name.
+        weights: the parameters of every contestant, by its name.
 
     Raises:
-        PenstockError: some have not.
+        PenstockError: some parameters differ.
     """
     (first, expected), *others = weights.items()
     for name, found in others:

@@ -14,11 +14,11 @@ from penstock.units import show_seconds
 
 @dataclass
 class BenchReport:
-    """What came out.
+    """The measurements of experiments A1 to A4.
 
     Attributes:
         settings: what was run, as plain data.
-        machine: on what.
+        machine: the machine that it ran on.
         toy: experiment A1.
         bars: experiments A2 and A3; the first one is one device.
         sweep: experiment A4; the last one is Penstock's own choice.

@@ -79,8 +79,14 @@ def run_rpc(
 ) -> RpcReport:
     """Run B1 and B2, draw them, and return what was measured.
 
-    Everybody takes turns in one run, and starts from the same weights. A worker has one thread,
-    whoever it belongs to.
+    All contestants take turns in one run. The tutorial's pipeline and every pipeline of Penstock
+    start from the same weights; contestants of one pipeline go on training the same model. Every
+    worker has one thread.
+
+    Args:
+        settings: what to run.
+        progress: called as it goes on.
+        talk: called with a line for the user, which says about how long it will take.
 
     Raises:
         PenstockError: matplotlib is missing.
@@ -190,7 +196,7 @@ def _plain(
     target: torch.Tensor,
     facts: dict[str, Any],
 ) -> None:
-    """One loss, one backward, one optimizer: as if the model were here."""
+    """One training step in the plain style: one loss, one backward, one optimizer."""
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(pipe(images), target)
     loss.backward()
@@ -205,7 +211,7 @@ def _stepped(
     target: torch.Tensor,
     facts: dict[str, Any],
 ) -> None:
-    """One optimizer step by `train_step`, in which forwards and backwards interleave."""
+    """One training step by `train_step`, in which forwards and backwards may interleave."""
     optimizer.zero_grad()
     loss = pipe.train_step(images, target=target, loss_fn=nn.functional.mse_loss)
     optimizer.step()

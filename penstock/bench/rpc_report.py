@@ -35,9 +35,9 @@ class Line:
 
     @property
     def limits(self) -> list[float]:
-        """The seconds below which two stages cannot come: (m + 1) / 2m of its own m = 1.
+        """Lower bounds of the seconds of two stages: (m + 1) / 2m of the mean at m = 1.
 
-        That is if a micro-batch takes its share of the batch's time, and the halves are even.
+        They hold if a micro-batch takes its share of the batch's time, and the halves are equal.
         """
         whole = self.contestants[0].mean
         return [whole * (m + 1) / (2 * m) for m in self.counts]
@@ -45,12 +45,12 @@ class Line:
 
 @dataclass
 class RpcReport:
-    """What came out of B1 and B2.
+    """The measurements of B1 and B2.
 
     Attributes:
         settings: what was run, as plain data.
-        machine: on what.
-        contestants: everybody; their facts say which `way` and `num_microbatches`.
+        machine: the machine that it ran on.
+        contestants: all contestants; their facts have the `way` and `num_microbatches`.
     """
 
     settings: dict[str, Any]
@@ -67,7 +67,7 @@ class RpcReport:
         ]
 
     def speed_up(self, contestant: Contestant) -> float:
-        """How many times as fast it is as the tutorial's way, in as many micro-batches."""
+        """Its speed-up over the tutorial's way in as many micro-batches, by their medians."""
         tutorial = self.lines[0]
         at = tutorial.counts.index(contestant.facts["num_microbatches"])
         return tutorial.contestants[at].median / contestant.median

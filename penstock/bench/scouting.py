@@ -12,18 +12,19 @@ from penstock.errors import PenstockError
 
 Make = Callable[[], Recipe]
 Scouted = dict[str, list[float] | str]
-"""Of every configuration the seconds of its steps, or why it does not run."""
+"""For every configuration, by name: the seconds of its steps, or why there are none."""
 
 WARM_UP = 2  # steps that do not count
-_SLOWER = 1.05  # than with fewer micro-batches: more of them are not tried
-_SHARE, _FEWEST = 3, 3  # one in so many is tried again, and so many at least
+_SLOWER = 1.05  # times as slow as with fewer micro-batches: more are not tried
+_SHARE, _FEWEST = 3, 3  # one in _SHARE is tried again, but at least _FEWEST
 _REFUSALS = (RuntimeError, TypeError, ValueError, PenstockError)
 
 
 class Scouts:
-    """Runs configurations one after the other, in the same processes where they have as many.
+    """Runs configurations one after the other, in the same processes as long as these fit.
 
-    A context: no process is left after it.
+    They fit if a configuration needs as many, with as many threads and the same environment. At the
+    exit of the context all processes are ended.
     """
 
     def __init__(self) -> None:
@@ -40,9 +41,9 @@ class Scouts:
         """The seconds of a configuration's steps, alone and warm; or why it does not run.
 
         Args:
-            make: gives it.
-            steps: that count.
-            warm_up: steps before, which do not.
+            make: returns the recipe of the configuration.
+            steps: how many steps are measured.
+            warm_up: how many steps run before, unmeasured.
         """
         try:
             peer = self._started(make())
@@ -76,10 +77,11 @@ def scout(makes: Mapping[str, Make], steps: int, tick: Tick) -> Scouted:
     Once one is a little slower than with fewer micro-batches, it is not tried with more of them.
 
     Args:
-        makes: by name. Those whose names differ in what stands before the first comma alone, the
-            number of micro-batches, come one after the other, the fewest first.
-        steps: of those that are tried again.
-        tick: called before each, with its name.
+        makes: the configurations by name, such as `m=4, 1F1B`: what stands before the first comma
+            is the number of micro-batches. Configurations whose names differ in that alone have to
+            follow one another, the fewest micro-batches first.
+        steps: how many steps are measured of those that are tried again.
+        tick: called before each try, with the name of the configuration.
     """
     found: Scouted = {}
     enough: dict[str, str] = {}

@@ -1,15 +1,14 @@
 """Every schedule's measured step against its formula, with stages that only sleep.
 
     python -m penstock.bench sleeping [--workers 8] [--microbatches 32] [--rounds 3]
-        [--quick] [--json FILE]
+        [--schedules NAME,NAME] [--quick] [--json FILE] [--record]
 
-Sleeping needs no core, so as many worker processes as one likes run at full speed on any machine:
-what a step takes longer than its formula is what Penstock itself costs. Every half of an action
-sleeps for 5 ms: a forward for one, a backward for two, of which a schedule that halves backwards
-puts one off. That is possible because a weight half ends in the gradient of a parameter, so a hook
-on that sleeps in whichever action computes it; what sleeps in an `autograd.Function` without
-parameters is part of the input half. All schedules can be represented like that. What the tiny
-layer itself computes counts as sleep.
+Sleeping needs no core, so any number of worker processes run at full speed on any machine: what a
+step takes longer than its formula is what Penstock itself costs. A forward sleeps once for 5 ms. A
+backward sleeps twice: once in its input half, by an `autograd.Function` without parameters, and
+once in its weight half, by a hook on the gradient of a parameter. The hook runs in whichever action
+computes that gradient, so a schedule that halves backwards runs this sleep later. The time that the
+tiny layer computes is part of the sleep.
 """
 
 from __future__ import annotations
@@ -39,20 +38,23 @@ _PR_SET_TIMERSLACK = 29
 
 
 class Clock:
-    """When this thread's stage has begun its present action: what it computes counts as sleep."""
+    """Notes when threads begin actions, as the time that they compute is part of their sleep."""
 
     def __init__(self) -> None:
         self._began: dict[int, float] = {}  # of every thread
 
     def begin(self) -> None:
-        """An action has begun."""
+        """Note that this thread begins an action."""
         thread = threading.get_ident()
         if thread not in self._began:
             wake_in_time()
         self._began[thread] = time.perf_counter()
 
     def sleep(self, sleeps: int) -> None:
-        """Sleep until the action has taken so many sleeps; or for one, if it began long ago."""
+        """Sleep until this many sleeps of 5 ms have passed since the action began.
+
+        It is one whole sleep from now if that time has passed, or is more than one sleep ahead.
+        """
         now = time.perf_counter()
         stop = self._began[threading.get_ident()] + sleeps * SLEEP
         if not now < stop <= now + SLEEP:
@@ -61,7 +63,7 @@ class Clock:
 
 
 def wake_in_time() -> None:
-    """Tell Linux not to put off this thread's wake-ups by 50 us, to do many of them at once."""
+    """Have Linux wake this thread on time, and not up to 50 us later together with others."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
@@ -73,7 +75,7 @@ class Begin(nn.Module):
     """The identity, where a stage begins."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """What it is given."""
+        """Note that an action begins; returns `x`."""
         CLOCK.begin()
         return x.view_as(x)
 
@@ -83,13 +85,13 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Sleep."""
+        """Sleep for the forward; returns `x`."""
         CLOCK.sleep(1)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Sleep; this is the first that a stage's backward does."""
+        """Sleep for the input half; the backward of a stage begins here."""
         CLOCK.begin()
         CLOCK.sleep(1)
         return gradients[0]
@@ -99,7 +101,7 @@ class End(nn.Module):
     """`Sleep` as a module, where a stage ends."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """What it is given."""
+        """Sleep; returns `x`."""
         result: Tensor = Sleep.apply(x)
         return result
 
@@ -114,7 +116,7 @@ class Sleeper(nn.Module):
         self.linear.weight.register_hook(_sleep)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's result, in its own time."""
+        """The linear layer's result for rows (n, WIDTH), of the same shape, after a sleep."""
         result: Tensor = self.end(self.linear(self.begin(x)))
         return result
 
@@ -125,10 +127,9 @@ def _sleep(gradient: Tensor) -> None:
 
 
 def formula(name: str, workers: int, per_worker: int, count: int) -> float:
-    """Seconds of a step, as the docstrings and tests of `penstock.schedule` have it.
+    """The seconds of a step in theory, as in the docstrings and tests of `penstock.schedule`.
 
-    With every forward and every half of a backward as long as all others, and links that cost
-    nothing.
+    Every forward and every half of a backward takes one sleep, and links cost nothing.
 
     Args:
         name: of the schedule.
@@ -154,7 +155,18 @@ def stages_each(name: str) -> int:
 
 
 def measure(name: str, workers: int, count: int, rounds: int) -> dict[str, Any]:
-    """Seconds of the steps of one schedule, with a process for every worker."""
+    """Measure the steps of one schedule, with a process for every worker.
+
+    Args:
+        name: of the schedule.
+        workers: how many.
+        count: of micro-batches.
+        rounds: steps that count, after `WARM_UPS` that do not.
+
+    Returns:
+        a row of the report: seconds by the formula, of every makespan and of every `train_step`,
+        and by what share the medians of these two exceed the formula.
+    """
     each = stages_each(name)
     model = nn.Sequential(*(Sleeper() for _ in range(each * workers)))
     x, y = torch.randn(count, WIDTH), torch.randn(count, WIDTH)
@@ -187,7 +199,7 @@ def measure(name: str, workers: int, count: int, rounds: int) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> list[str]:
-    """The table."""
+    """The lines of a table with a row for each schedule."""
     cells = [("schedule", "stages", "formula", "makespan", "above it", "train_step", "above it")]
     for row in results:
         cells.append(

@@ -1,12 +1,13 @@
-"""Predictions of small models: how far off they are, fresh and after ten steps.
+"""The errors of predictions for small models: of the plan, and after ten recorded steps.
 
     python -m penstock.bench small [--rounds 2] [--only NAME] [--json FILE] [--record]
 
-Every model is trained in a process of its own, on two CPU workers as Penstock chooses, with an
-empty cache of profiles. `predicted` is by how much the plan was off the time of a step, the median
-of those that followed; `calibrated` is the same of what ten recorded steps say of those after them.
-In every round each model is profiled again, as a shared machine is faster in one minute than in the
-next. Nothing was adjusted to these models.
+Every model is trained in a process of its own, on two CPU workers, with the plan that Penstock
+chooses and an empty cache of profiles. `predicted` is the relative error of the step time that the
+plan predicts, compared with the median of the steps that are measured. `calibrated` is that of a
+second prediction, from the accounts of the steps before them: ten are recorded, of which the latest
+six count. In every round each model is profiled again, as a shared machine is faster in one minute
+than in the next. Nothing was adjusted to these models.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from penstock.loading import tolerate_missing_torchvision_operators
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
-_WARM_UPS = 4  # steps that are not looked at
-_CALIBRATING = 10  # steps
+_WARM_UPS = 4  # first steps, which do not count
+_CALIBRATING = 10  # recorded steps; `drift` uses the latest six
 _SECONDS = 3.0  # of steps that are measured, at least
 _LEAST = 20  # such steps
 
@@ -57,7 +58,7 @@ def _decoder(layers: int, width: int, rows: int, length: int) -> Example:
 
 
 class _UNet(nn.Module):
-    """Down and up again, with skip connections."""
+    """A U-Net of two levels, with skip connections."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -143,7 +144,9 @@ def measured(name: str) -> dict[str, Any]:
         name: of one of `MODELS`.
 
     Returns:
-        seconds predicted, calibrated and measured, and what was chosen.
+        the summary of the plan, the seconds of a step as `measured`, `predicted` and `calibrated`,
+        the ratio of measured to planned time of `actions`, and the seconds of the `parts` of a
+        step.
     """
     torch.manual_seed(0)
     model, args, kwargs = MODELS[name]()
@@ -184,7 +187,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def _in_a_process(name: str) -> dict[str, Any]:
-    """The same in a process of its own, with an empty cache of profiles."""
+    """Run `measured` in a process of its own, with an empty cache of profiles."""
     with tempfile.TemporaryDirectory() as cache:
         found: dict[str, Any] = record.in_own_process(
             "penstock.bench", "small", "--one", name, PENSTOCK_CACHE=cache
@@ -193,7 +196,7 @@ def _in_a_process(name: str) -> dict[str, Any]:
 
 
 def _error(runs: Sequence[dict[str, Any]], what: str) -> float:
-    """The median over the rounds of how far off a prediction is, as a share of the time."""
+    """The relative error of a prediction, positive if it is too long; the median of the rounds."""
     ratios: list[float] = [run[what] / run["measured"] - 1 for run in runs]
     return statistics.median(ratios)
 

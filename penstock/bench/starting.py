@@ -3,8 +3,8 @@
     python -m penstock.bench starting [--models tiny,resnet,gpt] [--rounds 3] [--json FILE]
         [--record]
 
-Every start is a process of its own, and they take turns. With Penstock the devices are left to it;
-a script is started twice: with an empty folder for profiles, so that the model is measured, and
+Every start is a process of its own, and they take turns. Penstock chooses the devices. A script
+that uses it is started twice: with an empty folder for profiles, so that the model is measured, and
 again with what was measured then. Importing torch, building the model, the pipeline (capturing,
 measuring, planning, starting workers) and the first step are timed one by one.
 """
@@ -44,11 +44,14 @@ def started(name: str, workers: str, profiles: str) -> dict[str, float]:
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """What starting takes in every way: of each the parts, in each round.
+    """Measure how long a script takes to start in every way.
 
     Args:
         name: of the model.
         rounds: of turns.
+
+    Returns:
+        `ways`, with the seconds of every part for each way and round; and the `settings`.
     """
     ways: dict[str, list[dict[str, float]]] = {PLAIN: []}
     ways |= {f"{kind}, {when}": [] for kind in KINDS for when in ("first", "again")}

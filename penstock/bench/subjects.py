@@ -17,11 +17,11 @@ from penstock.loading import tolerate_missing_torchvision_operators
 
 Stages = Callable[[], Sequence[nn.Module]]
 
-# What is tried of torch.distributed.pipelining, by its names: one stage in each process, or two of
-# them; and numbers of micro-batches, those among which the planner looks as well.
+# The schedules of torch.distributed.pipelining that are tried, by its names: with one stage in each
+# process, or with two; and the numbers of micro-batches that are tried of all peers.
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-HALVING = LOOPED[2:]  # these run what a backward does for inputs and for weights by themselves
+HALVING = LOOPED[2:]  # these run the input half and the weight half of a backward apart
 SCHEDULES = (*SINGLE, *LOOPED)
 COUNTS = (2, 4, 8, 16)
 
@@ -35,11 +35,12 @@ class Subject:
 
     Attributes:
         name: what it is called.
-        build: the model, the same every time.
-        data: the batch and its target.
+        build: makes the model, with the same weights every time.
+        data: makes the batch and its target.
         loss: a mean over rows.
-        by_hand: its two stages, cut where a user would cut.
-        in_four: its four stages, for schedules of two stages per worker; `None` if it has fewer.
+        by_hand: makes its two stages, cut where a user would cut.
+        in_four: makes its four stages, for schedules of two stages per worker; `None` if it has too
+            few layers.
         counts: of micro-batches that the peers try.
         schedules: of torch's pipelining that are tried.
     """
@@ -54,7 +55,7 @@ class Subject:
     schedules: tuple[str, ...] = SCHEDULES
 
     def workload(self, count: int) -> Workload:
-        """A step in so many micro-batches."""
+        """One training step, in this number of micro-batches."""
         return Workload(self.build, self.data, self.loss, count)
 
 
@@ -100,7 +101,7 @@ def images(rows: int, image: int) -> tuple[Tensor, Tensor]:
 
 
 def labelled_images(rows: int, image: int) -> tuple[Tensor, Tensor]:
-    """Images (rows, 3, image, image), and a class for each."""
+    """Images (rows, 3, image, image), float32, and their classes (rows,), int64."""
     found, labels = images(rows, image)
     return found, labels.argmax(1)
 
@@ -131,7 +132,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Values (rows, length, width) as they are after it."""
+        """Values (rows, length, width); the result has the same shape."""
         rows, length, width = x.shape
         split = self.attention(self.norm1(x)).view(rows, length, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
@@ -159,7 +160,7 @@ class Patches(nn.Module):
 
 
 class FirstToken(nn.Module):
-    """What stands in the place of the class's token."""
+    """The values of the first token, which stands for the class."""
 
     def forward(self, values: Tensor) -> Tensor:
         """Values (rows, length, width) as (rows, width)."""
@@ -189,7 +190,7 @@ class Convolutions(nn.Sequential):
 
 
 class Down(nn.Module):
-    """A level on the way down, which keeps what it takes for the way up."""
+    """A level on the way down, which also returns its input, for the way up."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -237,14 +238,14 @@ def unet(channels: int) -> Levels:
 
 
 def unet_cut(channels: int, count: int) -> list[nn.Module]:
-    """The U-Net in so many stages of as many levels."""
+    """The U-Net in `count` stages of equally many of its eight modules."""
     levels = list(unet(channels))
     size = len(levels) // count
     return [Levels(*levels[k : k + size]) for k in range(0, len(levels), size)]
 
 
 def pictures(rows: int, image: int) -> tuple[Tensor, Tensor]:
-    """Images (rows, 3, image, image), and others to make of them."""
+    """Random images (rows, 3, image, image), and others of this shape as the target."""
     generator = torch.Generator().manual_seed(0)
     given, wanted = (torch.randn(rows, 3, image, image, generator=generator) for _ in range(2))
     return given, wanted
@@ -273,7 +274,7 @@ def gpt2_like(layers: int, width: int, heads: int, length: int) -> nn.Sequential
 
 
 def gpt2(layers: int, width: int, vocabulary: int, positions: int) -> nn.Module:
-    """A GPT-2 of `transformers` with random weights, whose heads are 64 wide or four."""
+    """A GPT-2 of `transformers` with random weights; its heads are 64 wide, but at least four."""
     tolerate_missing_torchvision_operators()
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -315,14 +316,14 @@ def gpt2_logits(layers: int, width: int, length: int) -> nn.Module:
 
 
 def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, and the next one for each."""
+    """Random tokens (rows, length), int64, and the tokens that follow them, of this shape."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(WORDS, (rows, length + 1), generator=generator)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def language_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The cross-entropy of every position."""
+    """The mean cross-entropy of logits (rows, length, words) and tokens (rows, length)."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -347,7 +348,7 @@ def labelled(inputs: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def square_mlp(layers: int, width: int) -> nn.Sequential:
-    """So many linear layers of one width, with rectifiers between them; the same every time."""
+    """So many linear layers of one width, with ReLUs between them; the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
@@ -355,7 +356,7 @@ def square_mlp(layers: int, width: int) -> nn.Sequential:
 
 
 def wide_mlp(ends: int, width: int) -> nn.Sequential:
-    """One hidden layer that is wide beside the input and the output, and so is every cut."""
+    """An MLP whose hidden layer is much wider than its ends, so that cuts move much data."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(ends, width), nn.ReLU(), nn.Linear(width, ends))
 
@@ -369,13 +370,13 @@ def tiny_calls(layers: int, width: int) -> nn.Sequential:
 
 
 def numbers(rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """A batch and a target of normal numbers."""
+    """A batch and a target of normally distributed numbers, both (rows, width)."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(rows, width, generator=generator) for _ in range(2))  # type: ignore
 
 
 def even(build: Callable[[], nn.Sequential], count: int) -> list[nn.Module]:
-    """A sequence in so many equal parts."""
+    """The layers of a sequence in `count` parts of about equally many."""
     layers = list(build())
     edges = [round(k * len(layers) / count) for k in range(count + 1)]
     return [nn.Sequential(*layers[a:b]) for a, b in pairwise(edges)]

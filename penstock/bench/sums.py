@@ -50,14 +50,14 @@ PER_REPLICA = 2  # micro-batches
 
 
 class AnyTurns:
-    """Turns that come when nobody else has one, in the order in which they are asked for."""
+    """A lock in place of turns: whichever thread comes first has the turn, until it is done."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: int | None = None
 
     def begin(self, numbers: Sequence[int], end: int) -> None:
-        """There is no order to note."""
+        """Do nothing: there is no order."""
 
     def has_come(self, number: int) -> bool:
         """Whether this thread has the turn; it takes it if nobody has."""
@@ -74,14 +74,14 @@ class AnyTurns:
             self._holder = own
 
     def done(self, number: int) -> None:
-        """Let others have it."""
+        """Give up the turn, if this thread has it."""
         if self._holder == threading.get_ident():
             self._holder = None
             self._lock.release()
 
 
 class InNoOrder(InOrder):
-    """What the replicas of a stage have in common whose gradients are added in no order."""
+    """What the replicas of a stage have in common if their gradients are added in no order."""
 
     def __init__(self, make: Any, adding: Adding | None = None) -> None:
         super().__init__(make)
@@ -92,7 +92,7 @@ class FoldedSum(ChainedSum):
     """A replica's part of a sum on a ring: its own micro-batches first, then what has come."""
 
     def has_come(self, number: int) -> bool:
-        """Backwards add to `.grad` at once."""
+        """Always: every backward adds to `.grad` at once."""
         return True
 
     def add(self, number: int, gradients: Sequence[Terms]) -> None:
@@ -119,7 +119,7 @@ class FoldedSum(ChainedSum):
 
 
 def _added(parameter: nn.Parameter, so_far: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient, to which the sum of the replicas before is added."""
+    """Add the sum of the replicas before to a parameter's gradient, and return the gradient."""
     if parameter.grad is None:
         parameter.grad = None if so_far is None else so_far.clone()
     elif so_far is not None:
@@ -145,7 +145,7 @@ class Unordered(Replicated):
 
 
 def in_memory(workload: Workload, rounds: int) -> dict[str, Any]:
-    """Replicas in threads, with both sums."""
+    """Compare the sums in order and in no order, with replicas in threads."""
     with ExitStack() as stack:
         ordered = Replicated(workload, IN_MEMORY, "threads")
         stack.callback(ordered.close)
@@ -158,7 +158,15 @@ def in_memory(workload: Workload, rounds: int) -> dict[str, Any]:
 def on_ranks(
     workload: Workload, ranks: int, buckets: dict[str, Make], rounds: int, tries: int
 ) -> Any:
-    """Replicas on ranks, with both sums, and torch's."""
+    """Compare both sums on ranks, and `DistributedDataParallel` in its fastest configuration.
+
+    Args:
+        workload: what they train.
+        ranks: how many.
+        buckets: the configurations of `DistributedDataParallel`, by name.
+        rounds: that count.
+        tries: steps of a configuration that is tried.
+    """
     with callback("finding the best size of buckets") as progress:
         scouted = scout(buckets, tries, Ticker(len(buckets) * 2, progress))
     best = fastest(scouted)
@@ -176,7 +184,7 @@ def on_ranks(
 
 
 def compared(contestants: Sequence[Timed], rounds: int) -> dict[str, Any]:
-    """Their seconds, in turns, and how many times as long as the first the others take."""
+    """The seconds of contestants that take turns, and their ratios to those of the first."""
     with callback("taking turns") as progress:
         tick = Ticker((rounds + AUDITED) * len(contestants), progress)
         taken = take_turns(contestants, rounds, tick, warm_up=AUDITED)
@@ -196,7 +204,7 @@ def compared(contestants: Sequence[Timed], rounds: int) -> dict[str, Any]:
 
 
 def measure(model: Trained, options: Any, tried: DataParallelSettings) -> list[dict[str, Any]]:
-    """Everything that is measured of a model."""
+    """The results of one model: with replicas in threads, and on ranks."""
     here = in_memory(model.workload(PER_REPLICA * IN_MEMORY, model.rows), options.rounds)
     work = model.workload(PER_REPLICA * options.ranks, model.rows)
     buckets: dict[str, Make] = {
@@ -214,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default=",".join(models))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="few rounds, two sizes of buckets")
+    parser.add_argument("--quick", action="store_true", help="three rounds, one size of buckets")
     options = parser.parse_args(arguments)
     tried = (DataParallelSettings.quick if options.quick else DataParallelSettings.full)(None)
     if options.quick:

@@ -1,13 +1,14 @@
 """What `on_failure` costs while nothing fails: steps of pipelines with and without it.
 
     python -m penstock.bench surviving [--workers ray] [--models gpt,tiny] [--seconds 60]
-        [--steps 1] [--json FILE] [--record]
+        [--steps 1] [--quick] [--json FILE] [--record]
 
-Pipelines of two worker processes, or of two actors of a Ray cluster on this machine, with the same
-plan take whole steps in turns, one or several each: gradients are dropped, the batch is trained,
-and Adam updates the parameters. The ratios are medians of pairs, with the interval in which 95 % of
-the medians of resampled pairs lie; and of all seconds, as copies of what actors have are not made
-in every step.
+Three pipelines with the same plan, one for each value of `on_failure`, have two worker processes
+each, or two actors of a Ray cluster on this machine. They take turns of one or several whole steps:
+gradients are dropped, the batch is trained, and Adam updates the parameters. Times are divided by
+those of `"raise"` in the same turn; the ratios are medians, with the interval in which 95 % of the
+medians of resampled turns lie. The ratio of all seconds is given as well, as actors do not copy
+their state in every step.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Side:
         self._optimizer = self.pipe.optimizer(torch.optim.Adam, lr=1e-4)
 
     def turn(self, steps: int) -> tuple[float, float]:
-        """The seconds of a step, and of the optimizer in it; means of so many steps."""
+        """Take some steps; returns the mean seconds of a step, and of the optimizer in it."""
         whole, optimizer = zip(*(self._step() for _ in range(steps)), strict=True)
         return statistics.mean(whole), statistics.mean(optimizer)
 
@@ -122,8 +123,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = record.parser("surviving", __doc__)
     parser.add_argument("--workers", choices=["processes", "ray"], default="processes")
     parser.add_argument("--models", default="gpt,tiny")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each of them")
-    parser.add_argument("--steps", type=int, default=1, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each model")
+    parser.add_argument("--steps", type=int, default=1, help="steps of a turn")
     parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(arguments)
     found = []

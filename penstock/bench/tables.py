@@ -3,7 +3,7 @@
     python -m penstock.bench tables [--check]
 
 rewrites what stands between `<!-- table: NAME -->` and `<!-- end of table -->`, for every NAME
-whose data are there; `--check` changes nothing and says whether anything would. The file
+whose data are there; `--check` changes nothing and says which pages would change. The file
 `docs/data/NAME.json` is written by `python -m penstock.bench NAME --record`, so figures and docs
 cannot drift apart.
 """
@@ -45,7 +45,7 @@ COLUMNS = {
     "all cores": ("one process, all cores",),
     "one core": ("one device",),
 }
-"""What the table shows, and the first words of the names in the rows that it comes from."""
+"""The columns of `compare`, and the names of the contestants of which each shows the fastest."""
 
 
 def compare(report: dict[str, Any]) -> str:
@@ -62,7 +62,7 @@ def compare(report: dict[str, Any]) -> str:
 
 
 def _fastest(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any] | None:
-    """The fastest of those that have one of these names, perhaps with a configuration."""
+    """The fastest row of these names, which a colon and a configuration may follow."""
     kinds = {row["name"].partition(": ")[0]: row for row in rows}
     return min((kinds[n] for n in names if n in kinds), key=lambda row: row["slower"], default=None)
 
@@ -134,7 +134,7 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def watched(report: dict[str, Any]) -> str:
-    """How many times as long steps take with the board, while others ask, and recorded."""
+    """How many times as long steps take with the board, with requests, and recorded."""
     lines = [
         "| | a step | with the board | status and metrics | recorded |",
         "|---|---|---|---|---|",
@@ -158,7 +158,7 @@ def watched(report: dict[str, Any]) -> str:
 
 
 def attribution(report: dict[str, Any]) -> str:
-    """How often what was wrong is what costs most, by the account."""
+    """How often the account named what was made wrong as what costs most."""
     lines = ["| what is wrong | pipelines | found |", "|---|---|---|"]
     lines += [
         f"| {cause} | {n} | {report['found'][cause]} |" for cause, n in report["cases"].items()
@@ -384,10 +384,14 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def filled(text: str, data: Path = DATA) -> str:
-    """A page with its tables as the data have them.
+    """The text of a page, with its tables made anew from the data.
+
+    Args:
+        text: the page as it is.
+        data: the folder of the data; a table without data stays as it is.
 
     Raises:
-        ValueError: the page names a table that there is not.
+        ValueError: the page names a table that does not exist.
     """
 
     def table(found: re.Match[str]) -> str:
@@ -403,9 +407,9 @@ def filled(text: str, data: Path = DATA) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the tables, or look whether they are as they should be; 1 if they are not."""
+    """Write the tables; with --check write nothing, and return 1 if a page is out of date."""
     parser = ArgumentParser("python -m penstock.bench tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if something would")
+    parser.add_argument("--check", action="store_true", help="check only; 1 if out of date")
     options = parser.parse_args(arguments)
     stale = []
     for page in PAGES:

@@ -23,7 +23,7 @@ _STEPS = 20  # that are timed together: one takes well below a millisecond
 
 @dataclass(frozen=True)
 class ToyResult:
-    """What came out.
+    """The times of the toy, and whether both ways give the same weights.
 
     Attributes:
         one_device: the toy on the first device alone; a repeat is `steps` steps.
@@ -58,11 +58,11 @@ class ToyResult:
 def run_toy(devices: Sequence[str], repeats: int = 5) -> ToyResult:
     """Train the tutorial's toy, split and unsplit: batch 20, mean squared error, SGD.
 
-    The user's loop is that of one device. Only the labels go to where the output is.
+    The training loop is that of one device, except that labels are moved to the output's device.
 
     Args:
-        devices: two of them.
-        repeats: of 20 steps each.
+        devices: two devices; the unsplit toy runs on the first.
+        repeats: the number of repeats, of 20 steps each.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
@@ -100,4 +100,4 @@ def _where(devices: Sequence[str]) -> dict[str, Any]:
 
 
 def _quietly(_: str) -> None:
-    """It is over at once: no progress to report."""
+    """Report no progress: this takes only a moment."""

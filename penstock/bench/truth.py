@@ -1,7 +1,7 @@
-"""Predicted against measured: does the planner tell the truth, and does it choose the best?
+"""Predicted and measured step times: how accurate plans are, and whether the choice is the best.
 
     python -m penstock.bench truth [--models resnet50,vit,gpt2,mlp] [--counts 2,4,8,16]
-        [--schedules gpipe,1f1b,zero-bubble|all] [--turns 6] [--json FILE]
+        [--schedules gpipe,1f1b,zero-bubble|all] [--turns 6] [--json FILE] [--record]
 
 Every model is profiled, as it is for a user, and every schedule is planned for every number of
 micro-batches by that profile. Each of these plans trains on two CPU workers in a process of its
@@ -109,7 +109,7 @@ class Follower:
         self._fewest = WARM_UPS
 
     def steps(self) -> list[float]:
-        """The seconds of its next steps."""
+        """Train for half a second at least; returns the seconds of every step."""
         taken: list[float] = []
         while sum(taken) < SECONDS or len(taken) < self._fewest:
             self._pipe.zero_grad()
@@ -120,7 +120,7 @@ class Follower:
         return taken
 
     def close(self) -> None:
-        """Dismiss the workers."""
+        """Close the pipeline, which ends its workers."""
         self._pipe.close()
 
 
@@ -143,7 +143,7 @@ class Turn(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative."""
+        """The relative error of the prediction, positive if it was too long."""
         return self.predicted / statistics.median(self.steps) - 1
 
 
@@ -196,7 +196,7 @@ class Planned:
         }
 
     def _rows(self, plans: Sequence[ps.Plan], turns: int) -> list[dict[str, Any]]:
-        """What plans were predicted to take and took, in turns."""
+        """The rows of plans that take turns; before each turn their micro-batches are profiled."""
         found: list[list[Turn]] = [[] for _ in plans]
         counts = sorted({plan.num_microbatches for plan in plans})
         with ExitStack() as stack:
@@ -216,7 +216,10 @@ class Planned:
         return [_row(plan, own) for plan, own in zip(plans, found, strict=True)]
 
     def _profiled(self, count: int) -> ps.Profile:
-        """What this number of micro-batches costs now."""
+        """A new profile, of this number of micro-batches alone.
+
+        Halving backwards is taken to cost the same share of the work as in the first profile.
+        """
         given = self.program.varying.sizes(self.leaves)
         sizes = {**given, ROWS: given[ROWS] // count}
         passes = self.team.measure(self.program.varying.resized(self.leaves, sizes), sizes)
@@ -242,7 +245,7 @@ def is_same(one: ps.Plan, other: ps.Plan) -> bool:
 
 
 def _work(kind: DeviceProfile, rows: int) -> float:
-    """The seconds of forward and backward."""
+    """The seconds of all forwards and backwards of a micro-batch of this many rows."""
     return float(sum(map(sum, kind.seconds(rows))))
 
 
@@ -295,7 +298,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = record.parser("truth", __doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--counts", default=",".join(map(str, COUNTS)))
-    parser.add_argument("--schedules", default=",".join(SCHEDULED), help="or all")
+    parser.add_argument("--schedules", default=",".join(SCHEDULED), help="names, or all")
     parser.add_argument("--turns", type=int, default=TURNS)
     options = parser.parse_args(arguments)
     keep_freed_memory()  # as pipelines do

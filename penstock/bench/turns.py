@@ -13,8 +13,8 @@ from penstock.display.terminal import Progress
 
 AUDITED = 20  # first steps, which Penstock audits
 UNAUDITED = None
-"""`audit=` of pipelines of which few steps are measured: all of these would be audited, which takes
-less than 0.5 % of a training."""
+"""`audit=` of pipelines of which few steps are measured: else all of these would be audited,
+while audits take less than 0.5 % of a whole training."""
 
 Tick = Callable[[str], None]
 """Called before every turn, with who has it."""
@@ -28,7 +28,7 @@ class Timed(Protocol):
         """What it is called in tables and figures."""
 
     def step(self) -> float:
-        """Do the work once; its seconds."""
+        """Do the work once, and return its seconds."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Contestant:
 
     @property
     def percent_of_bound(self) -> float | None:
-        """Which share of the lower bound of its plan the `train_step` reached."""
+        """The lower bound of its plan, in percent of the time of a `train_step`."""
         bound: float | None = self.facts.get("bound_seconds")
         return None if bound is None or not self.train_step else 100 * bound / self.train_step
 
@@ -103,7 +103,7 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How long steps take beside those of another: of every round the quotient.
+    """The time of a contestant's steps over that of another's, round by round.
 
     Attributes:
         median: of all rounds.
@@ -126,9 +126,9 @@ class Ticker:
     """Counts what has been done, for the progress bar.
 
     Args:
-        total: of turns.
-        report: told how many are done, of how many, and whose turn it is.
-        prefix: of whose turn it is.
+        total: the number of turns.
+        report: called with the number of turns that are done, their total, and whose turn it is.
+        prefix: put before the name of whose turn it is.
     """
 
     def __init__(self, total: int, report: Progress, prefix: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Plans for which nothing is measured, where the cut and the order are not the question."""
+"""Plans for which nothing is measured, where it does not matter how good they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ def uniform_plan(
     cuts: Sequence[int | str] | None = None,
     recompute: str | Sequence[str] = "auto",
 ) -> ps.Plan:
-    """A plan of stages for which nothing is measured: every call is taken to cost the same."""
+    """A plan of stages for which nothing is measured: every call is taken to cost the same.
+
+    Args:
+        program: what is planned; the batch size is that of its example.
+        workers: the number of CPU workers.
+        microbatches: how many.
+        schedule: its name.
+        cuts: as of `penstock.plan`; `None` lets the planner choose.
+        recompute: as of `penstock.plan`.
+    """
     calls = len(program)
     forward, backward = ((1.0,) * calls,), ((2.0,) * calls,)
     kind = DeviceProfile(kind="cpu", rows=(1,), forward=forward, backward=backward, spread=0.0)
@@ -45,11 +54,17 @@ def uniform_plan(
 
 
 def replicated_plan(program: ps.Program, replicas: int) -> ps.Plan:
-    """The whole model so many times, each time on a CPU worker, and a micro-batch for each."""
+    """A plan of replicas of the whole model, each on a CPU worker with one micro-batch."""
     return replicated(uniform_plan(program, 1, replicas, recompute="none"), replicas)
 
 
 def replicated(plan: ps.Plan, replicas: int, shares: tuple[int, ...] = ()) -> ps.Plan:
-    """The same stages, so many times; each runs as many micro-batches as these, or equally many."""
+    """A plan with replicas of the stages of another plan, which share its micro-batches.
+
+    Args:
+        plan: of one replica.
+        replicas: how many there are in all.
+        shares: the number of micro-batches of each replica; empty for equally many.
+    """
     others = (plan.devices,) * (replicas - 1)
     return msgspec.structs.replace(plan, other_replicas=others, shares=shares)

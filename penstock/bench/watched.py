@@ -5,10 +5,10 @@
 
 One pipeline takes steps of three kinds in turns: as always; with workers that note nothing on their
 records; and recorded, as a few steps are for reports, with everything that is done for it. Then it
-takes steps for half a second in turns with and without somebody who asks: in each such half second
-`pipe.status()` is called, and the metrics are scraped over HTTP by a thread of this process. The
-ratios are medians of pairs, with the interval in which 95 % of the medians of resampled pairs lie.
-In the end it is measured how long it takes to get the stack of a worker that hangs.
+takes steps for half a second each in turns with and without requests: at the beginning of a turn
+with requests a thread of this process scrapes the metrics over HTTP, and `pipe.status()` is called.
+The ratios are medians of pairs, with the interval in which 95 % of the medians of resampled pairs
+lie. In the end it is measured how long it takes to get the stack of a worker that hangs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from penstock.workers.processes.worker_state import WorkerState
 
 _WARM_UP = 5  # turns
 _FEWEST = 5  # turns, however long they take
-_ASKED = 5  # times that a worker which hangs is looked at
-_BLOCK = 0.5  # seconds of steps in which the state is asked for once
+_ASKED = 5  # times that the stack of a worker that hangs is fetched
+_BLOCK = 0.5  # seconds of steps in a turn with or without requests
 _TIMEOUT = 60.0  # seconds
 
 
@@ -78,7 +78,7 @@ class _Silence:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Meanwhile, nothing is noted."""
+        """While open, the workers note nothing."""
         if self._is_here:
             self._workers.board.records = self._silent
         else:
@@ -119,7 +119,7 @@ def cost(subject: Subject, seconds: float, workers: Any) -> dict[str, Any]:
 
     Args:
         subject: what is trained.
-        seconds: how long; a few turns at least.
+        seconds: how long each of the two measurements takes; a few turns at least.
         workers: of which kind.
     """
     x, y = subject.data()
@@ -161,7 +161,7 @@ def cost(subject: Subject, seconds: float, workers: Any) -> dict[str, Any]:
 
 
 def _asked(pipe: ps.Pipeline, step: Callable[[], float], seconds: float) -> list[float]:
-    """How many times as long steps take if the state and the metrics are asked for meanwhile."""
+    """How many times as long steps take with requests for the status and the metrics."""
     spent: dict[bool, list[float]] = {False: [], True: []}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(spent[True]) < _WARM_UP + _FEWEST:
@@ -203,13 +203,13 @@ if __name__ == "__main__":
 
 
 def hung(workers: str) -> list[float]:
-    """How long it takes until the stack of a worker is there that hangs with Python's lock.
+    """How long it takes to get the stack of a worker that hangs while it holds the GIL.
 
     Args:
         workers: of which kind.
 
     Returns:
-        seconds, of a few times.
+        the seconds of each attempt.
     """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "hangs.py"
@@ -234,7 +234,7 @@ def hung(workers: str) -> list[float]:
 
 
 def _ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
-    """The median of the ratios of pairs, and the interval of it."""
+    """The median of the ratios of pairs, and the ends of its 95 % interval."""
     found = [one / other for one, other in zip(ones, others, strict=True)]
     return [statistics.median(found), *interval(found)]
 
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = record.parser("watched", __doc__)
     parser.add_argument("--models", default="gpt,tiny")
     parser.add_argument("--workers", default="threads,processes")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each of them")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
     options = parser.parse_args(arguments)
     found = []
     for name in options.models.split(","):

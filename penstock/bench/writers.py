@@ -13,7 +13,7 @@ from penstock.loading import tolerate_missing_torchvision_operators
 
 
 def gpt2(layers: int, width: int, words: int, positions: int) -> nn.Module:
-    """A GPT-2 in evaluation mode, whose heads are 64 wide or four."""
+    """A GPT-2 in evaluation mode; its heads are 64 wide, but at least four."""
     tolerate_missing_torchvision_operators()
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -29,7 +29,7 @@ def gpt2(layers: int, width: int, words: int, positions: int) -> nn.Module:
 
 
 def llama(layers: int, width: int, words: int, positions: int) -> nn.Module:
-    """A Llama in evaluation mode, with grouped queries, whose heads are 64 wide or four."""
+    """A Llama in evaluation mode with grouped queries; its heads are 64 wide, but at least four."""
     tolerate_missing_torchvision_operators()
     from transformers import LlamaConfig, LlamaForCausalLM
 

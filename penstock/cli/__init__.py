@@ -59,7 +59,9 @@ class _Lazy(click.Group):
 def main() -> None:
     """Split one PyTorch model over many devices, and keep all of them busy.
 
-    A MODEL is package.module:callable, a function or class that returns an nn.Module.
+    A MODEL is package.module:name or file.py:name, the name of a module, of a function or class
+    that returns one, also with arguments (train.py:Net(32)), or of a configuration of transformers.
+    Or it is a kind of model in transformers, such as gpt2.
 
     Exit codes: 0 all is well, 1 the work failed, 2 the command was used wrongly.
     """

@@ -71,7 +71,8 @@ def load_loss(target: str) -> Callable[..., torch.Tensor]:
     """The loss of this name; an error that it raises comes with its name.
 
     Args:
-        target: of a function, or of a class like `torch.nn:MSELoss` whose objects are.
+        target: the name of a function, or of a class like `torch.nn:MSELoss` whose instances can be
+            called.
 
     Raises:
         InputError: the name means nothing that can be called.

@@ -105,7 +105,7 @@ def _require(package: str, extra: str, why: str) -> None:
 
 
 def _rpc(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
-    """The experiments with a master and two workers."""
+    """Run the experiments with a master and two workers, and show what was measured."""
     if given:
         raise InputError(
             f"{', '.join(given)}: `penstock bench rpc` trains ResNet-50 on two worker processes "
@@ -123,7 +123,7 @@ def _rpc(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
 
 
 def _data_parallel(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
-    """The experiments with replicas."""
+    """Run the experiments with replicas, and show what was measured."""
     if given:
         raise InputError(
             f"{', '.join(given)}: `penstock bench data-parallel` trains models of its own on CPU "

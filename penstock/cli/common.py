@@ -30,7 +30,7 @@ Command = Callable[..., None]
 
 
 def model_options(function: Command) -> Command:
-    """MODEL, and the options of `example_options`."""
+    """Add the argument MODEL and the options of `example_options` to a command."""
     return click.argument("model", metavar="MODEL")(example_options(function))
 
 
@@ -51,13 +51,13 @@ def example_options(function: Command) -> Command:
             help="Returns a tuple of arguments, a dict of keywords, or both as a pair.",
         ),
         click.option(
-            "--seed", type=int, default=0, show_default=True, help="Seed of torch.manual_seed."
+            "--seed", type=int, default=0, show_default=True, help="Seed for torch.manual_seed."
         ),
     )
 
 
 def pipeline_options(function: Command) -> Command:
-    """--devices, and the arguments of a pipeline: see `pipeline_arguments`."""
+    """Add --devices and the options that `pipeline_arguments` takes to a command."""
     return _decorated(
         function,
         planned_devices_option,
@@ -115,15 +115,15 @@ workers_option = click.option(
     type=click.Choice(["threads", "processes"]),
     default="threads",
     show_default=True,
-    help="Who runs the stages: threads of one process, or processes of this machine.",
+    help="Run the stages in threads of one process, or in processes of this machine.",
 )
 
 in_flight_option = click.option(
     "--in-flight",
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --inference: groups of sequences that there is room for; default: one more than "
-    "keep all stages busy.",
+    help="With --inference: groups of sequences in flight that there is memory for; default: one "
+    "more than it takes to keep all stages busy.",
 )
 
 states_option = click.option(
@@ -161,7 +161,7 @@ planned_devices_option = click.option(
 devices_option = click.option(
     "--devices",
     metavar="LIST",
-    help="Devices: cpu,cpu or cuda:0,cuda:1; default: all GPUs, or one worker per core.",
+    help="Devices: cpu,cpu or cuda:0,cuda:1; default: all GPUs if several, or a worker per core.",
 )
 
 
@@ -178,7 +178,7 @@ def parts_of(text: str | None) -> list[int | str]:
 
 
 def listed(text: str) -> list[str]:
-    """The entries of a list with commas, without those that are empty."""
+    """The entries of a comma-separated list, without empty ones."""
     return [entry for entry in map(str.strip, text.split(",")) if entry]
 
 

@@ -44,7 +44,7 @@ def command(quick: bool, as_json: bool) -> None:
 
 
 def _text(findings: Sequence[Finding]) -> str:
-    """The findings as lines that fit the terminal, and their sum."""
+    """The findings as lines that fit the terminal, and the number of problems and warnings."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

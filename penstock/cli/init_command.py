@@ -24,14 +24,14 @@ from penstock.errors import InputError
 @click.option("--force", is_flag=True, help="Overwrite the output if it exists.")
 @click.option("--diff", "only_diff", is_flag=True, help="Print the diff, and write nothing.")
 @click.option(
-    "--devices", metavar="LIST", help="Of the pipeline: cpu,cpu or cuda:0,cuda:1; default: all."
+    "--devices", metavar="LIST", help="Devices to use: cpu,cpu or cuda:0,cuda:1; default: all."
 )
 @click.option(
     "--microbatches",
     "number",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Of a batch; default: as many as are fastest. 1 gives the bits of the script as it is.",
+    help="Per batch; default: as many as are fastest. 1 gives the same bits as the script itself.",
 )
 @reported
 def command(

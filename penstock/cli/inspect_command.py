@@ -33,8 +33,9 @@ def command(
 ) -> None:
     """Show what MODEL is made of: its modules, their weights and time, and where it can be cut.
 
-    `enters` is what would cross a cut before a module, `cut after` what would after a call, with
-    the example's number of rows. Time is forward and backward of a few rows on one core.
+    `enters` is the size of the values that would cross a cut before a module, `cut after` that for
+    a cut after a call, with the example's number of rows. Time is that of forward and backward of a
+    few rows on one core.
     """
     import time
     from dataclasses import replace

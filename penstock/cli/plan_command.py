@@ -123,7 +123,11 @@ def command(
 
 
 def _check(output: Path, as_json: bool, figure: Path | None, no_output: bool) -> None:
-    """Notice before the work what would be in the way after it."""
+    """Check before the work that its results can be written; makes their folders.
+
+    Raises:
+        InputError: two results would go to stdout, or a folder cannot be made.
+    """
     if output == _STDOUT and as_json:
         raise InputError("--output - and --json both want stdout; give one of them")
     if output != _STDOUT and not no_output:

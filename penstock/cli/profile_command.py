@@ -122,7 +122,7 @@ def command(
 
 
 def _text(costs: Profile, every: bool) -> str:
-    """The calls, and what was found beside them."""
+    """The table of calls, and what else was measured."""
     from penstock.display.tables import aligned
 
     kind = costs.on(costs.devices[0])
@@ -174,7 +174,7 @@ def _cells(costs: Profile, calls: Sequence[int], number: str, label: str) -> tup
 
 
 def _beside(costs: Profile) -> list[str]:
-    """What links, actions and halves cost besides."""
+    """Lines with the costs of links, of actions, and of whatever else was measured."""
     from penstock.units import show_bytes
 
     lines = []

@@ -22,7 +22,7 @@ from penstock.names import target_of
 
 @click.command("serve")
 @click.argument("build", metavar="MODEL")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The interface to serve at.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -30,7 +30,7 @@ from penstock.names import target_of
     show_default=True,
     help="The port; 0 takes a free one.",
 )
-@click.option("--name", default="", help="By which clients know it; default: the model's class.")
+@click.option("--name", default="", help="The model's name for clients; default: its class.")
 @planned_devices_option
 @click.option(
     "--workers",
@@ -59,30 +59,30 @@ from penstock.names import target_of
     "--in-flight",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Sequences under way at a time, for which the plan has room; default: one more than keep "
-    "all stages busy.",
+    help="Sequences in flight at a time, for which the plan has room; default: one more than it "
+    "takes to keep all stages busy.",
 )
 @click.option(
     "--queue",
     type=click.IntRange(min=0),
     default=64,
     show_default=True,
-    help="Sequences that may wait besides; then requests get 429.",
+    help="Further sequences that may wait; beyond them requests get status 429.",
 )
 @click.option(
     "--kinds",
     type=click.IntRange(0, 31),
     default=16,
     show_default=True,
-    help="Kinds of inputs, such as other sizes, that POST /predict may have besides the example's: "
-    "each is recorded and stays.",
+    help="Kinds of inputs, such as other sizes, that POST /predict accepts besides the example's: "
+    "each is recorded and kept in memory.",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=300.0,
     show_default=True,
-    help="Seconds that a request may take, with its wait.",
+    help="Seconds that a request may take, waiting included.",
 )
 @click.option(
     "--grace",
@@ -115,7 +115,8 @@ from penstock.names import target_of
 @click.option(
     "--example",
     metavar="MODULE:CALLABLE",
-    help="Likewise: returns a tuple of arguments, a dict of keywords, or both as a pair.",
+    help="For models without generate(): returns a tuple of arguments, a dict of keywords, or both "
+    "as a pair.",
 )
 @reported
 def command(
@@ -136,8 +137,9 @@ def command(
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI's interface for completions.
 
-    MODEL is package.module:callable and returns a module, a pair of a module and its tokenizer, or
-    a penstock.serving.Served. Models without generate() are called by POST /predict.
+    MODEL is package.module:callable or file.py:callable, and returns a module, a pair of a module
+    and its tokenizer, or a penstock.serving.Served. Models without generate() are called by POST
+    /predict.
     """
     target_of(build)
     if inputs and example is not None:

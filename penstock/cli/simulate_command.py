@@ -93,8 +93,8 @@ _LEFT = (0, 13)
     default="auto",
     show_default=True,
     metavar="N|auto",
-    help="Replicas of the pipeline; auto: as in PLAN, or, for other workers, as few as the places "
-    "to cut allow.",
+    help="Replicas of the pipeline; auto: as in PLAN, or, for a profile and with --workers or "
+    "--schedule, as few as the places to cut allow.",
 )
 @click.option(
     "--inference",
@@ -117,9 +117,9 @@ def command(
 ) -> None:
     """Predict the step, or the flow, of a model on machines that you do not have.
 
-    PLAN is a plan, or a profile. With a profile the model is cut anew for so many workers, all
-    alike; a plan's own is found beside it. Every LIST with commas sweeps: all combinations are
-    simulated.
+    PLAN is a plan, or a profile. A plan's own profile is read from the file beside it. With a
+    profile the model is cut anew for the given number of workers, all alike. A LIST may have
+    several values, separated by commas: all combinations are simulated.
 
     The batch grows with the micro-batches and replicas, as their size stays; --batch keeps it.
     Efficiency compares with as many workers that each work alone and wait for nothing. Of plans and

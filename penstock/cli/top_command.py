@@ -29,33 +29,33 @@ _FIGURE = 130  # columns
 
 @click.command("top")
 @click.argument("which", metavar="[PID | HOST:PORT | FOLDER]", required=False)
-@click.option("--once", is_flag=True, help="Print the state once, and end.")
-@click.option("--stacks", is_flag=True, help="With what the threads of the workers are doing.")
+@click.option("--once", is_flag=True, help="Print the state once, and exit.")
+@click.option("--stacks", is_flag=True, help="Show the stacks of the workers' threads as well.")
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.1),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Over which the share of work is reckoned.",
+    help="Time over which the share of work is computed.",
 )
 @click.option(
     "--figure",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write the state to an SVG file, and end.",
+    help="Write the state to an SVG file, and exit.",
 )
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Record the next step, write its timeline for ui.perfetto.dev, and end.",
+    help="Record the next step, write its timeline for ui.perfetto.dev, and exit.",
 )
 @click.option(
     "--report",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write a report of the run so far, in HTML, and end.",
+    help="Write a report of the run so far, in HTML, and exit.",
 )
 @reported
 def command(
@@ -68,17 +68,18 @@ def command(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what the workers of running pipelines do, of all, or of one.
+    """Show what the workers of all running pipelines, or of one, are doing.
 
-    PID is that of a process; HOST:PORT the address where the metrics of a pipeline on any machine
-    are served; FOLDER what Pipeline(run=...) writes.
+    PID is a process of the pipeline; HOST:PORT the address where the metrics of a pipeline on any
+    machine are served; FOLDER what Pipeline(run=...) writes.
 
-    It looks at memory that they write, so it disturbs nobody, and works while a pipeline hangs. It
-    shows the pipelines of this user on this machine; under torchrun those of all its ranks.
+    It reads shared memory that workers write, so it does not disturb them, and works while a
+    pipeline hangs. It shows the pipelines of this user on this machine; under torchrun those of all
+    its ranks.
 
-    Bars: work in green, waiting for other workers in yellow. On the right what was seen at the
-    latest looks, 20 in a second: 0-9 forwards and a-z backwards of micro-batches, L for the loss, R
-    for recomputation, > for sends, + for what is no part of a pass, dots for waiting.
+    Bars: work in green, waiting for other workers in yellow. On the right are the latest samples,
+    20 per second: 0-9 forwards and a-z backwards of micro-batches, L for the loss, R for
+    recomputation, > for sends, + for what is no part of a pass, dots for waiting.
 
     Keys: q ends, s shows stacks, space pauses, t writes a timeline of the next step and r a report
     of the run, both into the current folder. With several pipelines, 1-9 select one.
@@ -210,7 +211,7 @@ def _live(view: LiveView, console: Console, pressed: Iterator[str]) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Iterator[str]]:
-    """What is pressed: at every look a key, or nothing after a twentieth of a second."""
+    """An iterator over pressed keys, with an empty string after 1/20 s without one."""
 
     def waited() -> Iterator[str]:
         while True:

@@ -87,7 +87,7 @@ def command(
 ) -> None:
     """Prove that MODEL computes the same bits split as whole; exit code 1 if it does not.
 
-    Where it does not, the first call of the forward that gives something else is named.
+    If it does not, the first call of the forward with a different result is named.
     """
     from dataclasses import asdict
 

@@ -1,1 +1,1 @@
-"""What stays exact: a case is a small training script that everybody runs, with its model."""
+"""The cases of what stays exact: small training scripts with their models, for all trainers."""

@@ -1,6 +1,6 @@
-"""What a case is: a function that is given a trainer and returns what it has in the end.
+"""A case: a function that trains with a trainer, and returns what the trainer has in the end.
 
-A line of the table is the first line of the function's docstring.
+The first line of the function's docstring is its title in the table of docs/exactness.md.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LABELS = torch.tensor([1, -100, -100, -100, 2, 3, 4, 5, 6, -100, -100, 7])
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table.
+    """A case, and a row of the table.
 
     Attributes:
-        script: what everybody does.
-        setup: what for.
-        without: to whom this does not apply, and why.
+        script: the training script, which every trainer runs.
+        setup: the model, and how it is trained.
+        without: the names of contenders to which the case does not apply, each with the reason.
     """
 
     script: Script
@@ -39,12 +39,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The name of the function."""
         return self.script.__name__
 
     @property
     def title(self) -> str:
-        """The line's first words."""
+        """The first line of the function's docstring, without the full stop."""
         return (self.script.__doc__ or self.name).splitlines()[0].rstrip(".")
 
 
@@ -57,7 +57,13 @@ def case(
     without: dict[str, str] | None = None,
     **setup: Any,
 ) -> Callable[[Script], Script]:
-    """Add a case: what the decorated function does, with this model."""
+    """Add the decorated function to `CASES`.
+
+    Args:
+        model: builds the model, see `Setup`.
+        without: reasons by the names of the contenders to which the case does not apply.
+        **setup: the other arguments of `Setup`.
+    """
 
     def added(script: Script) -> Script:
         reasons = tuple((without or {}).items())
@@ -68,7 +74,14 @@ def case(
 
 
 def trained(trainer: Trainer, kind: Any, steps: int = 3, **options: Any) -> Any:
-    """Some steps; returns the optimizer."""
+    """Train for some steps, with a new optimizer, and return it.
+
+    Args:
+        trainer: what trains.
+        kind: the class of the optimizer.
+        steps: how many.
+        **options: arguments of the optimizer.
+    """
     trainer.step((X,), Y)
     optimizer = trainer.optimizer(kind, **options)
     optimizer.step()

@@ -57,7 +57,10 @@ def in_place() -> nn.Module:
 
 
 def steep() -> nn.Module:
-    """The gradient of the first layer is a thousand times that of the second."""
+    """The first layer's weights are a thousandth, for inputs that are a thousand times as large.
+
+    Its gradient is then about a thousand times those of the other layers.
+    """
     model = linear()
     with torch.no_grad():
         model[0].weight.mul_(1e-3)  # type: ignore[index]
@@ -261,7 +264,10 @@ class ExpertsBegin(nn.Module):
 
 
 class ExpertsEnd(nn.Module):
-    """The second half, with the loss of both routers; of one dimension, to be put together."""
+    """The second half of Mixtral, which also gives the balancing loss of both routers.
+
+    The loss has the shape (1,), so that those of micro-batches can be concatenated.
+    """
 
     def __init__(self, whole: Any) -> None:
         super().__init__()
@@ -283,5 +289,5 @@ class ExpertsEnd(nn.Module):
 
 
 def dictionary_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
-    """Of everything in the dictionary."""
+    """The squared error of the logits, plus the mean square of the hidden values."""
     return F.mse_loss(output["logits"], target) + output["hidden"].square().mean()

@@ -75,7 +75,10 @@ def outputs(trainer: Trainer) -> Found:
 
 
 def gone_on(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Found:
-    """Two more steps, and the end; losses from before are not there to compare."""
+    """Take two more steps, close the trainer, and return what it has, without the losses.
+
+    A trainer that resumes does not have the losses of the steps before.
+    """
     for k in (2, 3):
         optimizer.zero_grad()
         trainer.step((X + k,), Y)

@@ -163,7 +163,7 @@ def autocast_float16(trainer: Trainer) -> Found:
 def loss_scaling(trainer: Trainer) -> Found:
     """float16 with a loss scale (`GradScaler`), where one stage overflows."""
     scaler = trainer.scaler(2.0**14)
-    scaler.scale(torch.zeros(()))  # where there is no loss it would not begin
+    scaler.scale(torch.zeros(()))  # initialises it on ranks that compute no loss, too
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         result: Tensor = scaler.scale(F.mse_loss(output.float(), target))

@@ -1,4 +1,4 @@
-"""Who runs a case's script: the same methods on one device, with Penstock, and with its peers."""
+"""Trainers that run a case's script: the same methods on one device, by Penstock and by peers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Setup:
         microbatches: into how many every batch is split.
         cuts: where Penstock cuts; anywhere if there are none.
         recompute: whether activations are computed again in the backward.
-        unused: whether parameters may get no gradient, which DistributedDataParallel must be told.
+        unused: whether parameters may get no gradient (DistributedDataParallel's
+            `find_unused_parameters`).
         schedule: what torch.distributed.pipelining runs.
     """
 
@@ -60,8 +61,8 @@ class Trainer(ABC):
         setup: what it is made for.
         model: all of it.
         losses: of every step.
-        metrics: of every micro-batch of every step that was asked for them.
-        outputs: the model's result of the last step that was asked for it.
+        metrics: of every micro-batch, in order, of the steps with `metrics`.
+        outputs: the model's result in the last step, if that had `outputs`.
     """
 
     def __init__(self, setup: Setup, seed: int = 1) -> None:
@@ -83,14 +84,20 @@ class Trainer(ABC):
         metrics: Metrics | None = None,
         outputs: bool = False,
     ) -> None:
-        """Forward and backward of a batch; gradients add up, and the loss is noted.
+        """Run a batch forward and backward; gradients add up, and the loss goes to `losses`.
 
-        So are `metrics(output, target)` of every micro-batch and the model's results, if asked for.
+        Args:
+            inputs: a tuple with the positional arguments of the model.
+            target: a tensor, or a container of tensors, split like the batch.
+            loss: `loss(output, target)`.
+            weight: how the losses of micro-batches are combined, as of `Pipeline.train_step`.
+            metrics: `metrics(output, target)` of every micro-batch goes to `self.metrics`.
+            outputs: whether the model's result goes to `self.outputs`.
         """
 
     @abstractmethod
     def evaluate(self, inputs: Any) -> Tensor | None:
-        """The result of a batch in evaluation mode, where it is known."""
+        """The result of a batch in evaluation mode; `None` on a rank that does not have it."""
 
     @property
     def part(self) -> nn.Module:
@@ -112,11 +119,11 @@ class Trainer(ABC):
         return kind(self.own.values(), **options)
 
     def clip(self, norm: float) -> Tensor:
-        """Clip all gradients to this norm, as an expert would; the norm that they had."""
+        """Clip all gradients to this norm, as an expert would; returns the norm that they had."""
         return nn.utils.clip_grad_norm_(self.own.values(), norm)
 
     def scaler(self, scale: float) -> torch.amp.GradScaler:
-        """A loss scale, of this size in the beginning."""
+        """A gradient scaler that begins with this scale."""
         return torch.amp.GradScaler("cpu", init_scale=scale)
 
     def sum_shared(self, name: str) -> None:
@@ -124,7 +131,7 @@ class Trainer(ABC):
         return
 
     def restarted(self) -> Trainer:
-        """Another one that goes on from what this one has written to a file."""
+        """Save the model and close this trainer; returns another that has loaded the model."""
         file = io.BytesIO()
         torch.save({k: v.detach() for k, v in (self.own | self.own_buffers).items()}, file)
         file.seek(0)
@@ -140,13 +147,16 @@ class Trainer(ABC):
     def saved_and_alone(
         self, inputs: Any, optimizer: Any, kind: type[Optimizer], **options: Any
     ) -> tuple[Trainer, Any]:
-        """Save everything to a folder; another one, on one worker, that goes on from there.
+        """Save model and optimizer to a folder; returns both as loaded on a single worker.
 
         Args:
-            inputs: an example of them.
-            optimizer: what has trained the model.
+            inputs: an example of the inputs.
+            optimizer: the optimizer that has trained the model.
             kind: its class.
             **options: its arguments.
+
+        Returns:
+            a trainer that goes on with the model, and its optimizer.
         """
 
     def found(self, **more: Tensor | None) -> Found:
@@ -159,12 +169,12 @@ class Trainer(ABC):
         return result | {n: t.detach().clone() for n, t in more.items() if t is not None}
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release workers, if there are any."""
         return
 
 
 class OneDevice(Trainer):
-    """Plain PyTorch that accumulates micro-batches in order: what is exact."""
+    """Plain PyTorch that accumulates micro-batches in order: the reference for all others."""
 
     def step(
         self,
@@ -197,13 +207,13 @@ class OneDevice(Trainer):
         return torch.cat(found)
 
     def restarted(self) -> Trainer:
-        """It goes on: nothing has happened."""
+        """This trainer: the reference goes on without a restart."""
         return self
 
     def saved_and_alone(
         self, inputs: Any, optimizer: Any, kind: type[Optimizer], **options: Any
     ) -> tuple[Trainer, Any]:
-        """It goes on: nothing has happened."""
+        """This trainer and its optimizer: the reference goes on without a restart."""
         return self, optimizer
 
 
@@ -336,7 +346,7 @@ def split(tree: Any, microbatches: int) -> list[Any]:
 
 
 def shares(target: Any, microbatches: int, weight: Weight) -> list[float]:
-    """What every micro-batch's loss counts for in the batch's."""
+    """The factor of every micro-batch's loss in the loss of the batch."""
     parts = split(target, microbatches)
     if weight is None:
         return [1.0] * len(parts)

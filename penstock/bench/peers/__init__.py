@@ -1,4 +1,4 @@
-"""Others that Penstock is measured beside, in processes of their own.
+"""The peers that Penstock is compared with, in processes of their own.
 
 They train the same model from the same weights on the same batch, and their processes keep freed
 memory as Penstock's do (`penstock.devices.allocator`).

@@ -25,7 +25,7 @@ class Buckets:
     """How gradients are packed to be summed over the ranks.
 
     Attributes:
-        megabytes: of a bucket; torch's default is 25.
+        megabytes: the size of a bucket in MiB (`bucket_cap_mb`); torch's default is 25.
         as_view: whether gradients are views of the buckets, which saves a copy of each.
     """
 
@@ -39,8 +39,9 @@ class Buckets:
 class _Ranks(TrainingRank):
     """A rank's share of the batch; gradients are averaged over the ranks.
 
-    A rank runs every so-many-th micro-batch, as Penstock's replicas do. It accumulates their
-    gradients, which are summed over the ranks only in the backward of the last.
+    Micro-batches are dealt to the ranks in turn, as to Penstock's replicas of one machine. A rank
+    accumulates the gradients of its own, which are summed over the ranks only in the backward of
+    the last.
     """
 
     def __init__(self, workload: Workload, place: Place) -> None:
@@ -56,11 +57,11 @@ class _Ranks(TrainingRank):
 
     @abstractmethod
     def _shared(self, model: nn.Module) -> nn.Module:
-        """The model, as one of those on all ranks."""
+        """Wrap the model, so that all ranks train one."""
 
     @abstractmethod
     def _summing(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Around a micro-batch: whether gradients are summed over the ranks in its backward."""
+        """A context for a micro-batch, whose backward sums over the ranks only if `is_last`."""
 
     def _accumulate(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -99,7 +100,7 @@ class Replica(_Ranks):
         return nullcontext() if is_last else self._copy.no_sync()
 
     def gradients(self) -> list[NDArray[np.float32]]:
-        """Those of the batch with the present weights, in the order of the parameters."""
+        """The gradients of the batch at the current weights, in the order of the parameters."""
         self._accumulate()
         return [
             np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy().copy()
@@ -165,7 +166,7 @@ def sharded(
 
 
 def _dealt(workload: Workload, processes: int) -> Workload:
-    """The workload in so many micro-batches that every rank has as many."""
+    """The workload, in at least one micro-batch for each rank, and equally many for all."""
     count = max(processes, workload.num_microbatches)
     if count % processes:
         raise ValueError(

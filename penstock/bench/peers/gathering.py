@@ -3,10 +3,10 @@
 `nn.DataParallel` itself needs GPUs. In every step the first device, which alone has the batch, the
 loss and the optimizer,
 
-1. sends its weights to the others, and to each its share of the batch's rows;
+1. sends its weights and buffers to the others, and to each its share of the batch's rows;
 2. gathers their outputs, and computes the loss of the whole batch;
 3. sends each its part of the outputs' gradient;
-4. adds up the gradients of the weights that they find, and makes the step.
+4. adds up the gradients of the weights that all have computed, and makes the optimizer's step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST = 0
 
 
 class GatheringRank(TrainingRank):
-    """The whole model, on a share of the batch. What is gathered lies in one tensor, not in two."""
+    """The whole model, on a share of the batch. Outputs are gathered into one tensor, uncopied."""
 
     def __init__(self, workload: Workload, place: Place) -> None:
         place.join_gloo()

@@ -1,4 +1,4 @@
-"""Others that generate text: a device after the other, and transformers' own pipeline."""
+"""Peers that generate text: stages in turn, and transformers' own pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.loading import tolerate_missing_torchvision_operators
 
 
 class _Writer:
-    """Generates texts, and says which."""
+    """A servant that generates text, and keeps that of its last step."""
 
     def __init__(self) -> None:
         self._written: list[Tensor] = []
 
     def tokens(self) -> list[list[int]]:
-        """The texts of the last step, with their prompts."""
+        """The tokens of every sequence of the last step, its prompt included."""
         return [row for group in self._written for row in group.tolist()]
 
 
@@ -34,8 +34,9 @@ class InTurn(_Writer):
     difference which core has its turn: one thread runs all of them.
 
     Args:
-        writing: what it does.
-        hooks: whether accelerate's hooks, which look where tensors are, are around the modules.
+        writing: what it generates.
+        hooks: whether accelerate's hooks, which move inputs to a module's device, are around the
+            modules.
     """
 
     def __init__(self, writing: Writing, hooks: bool, _: Place) -> None:

@@ -45,7 +45,7 @@ def one_process(
 
     Args:
         workload: what it trains.
-        threads: for each operation.
+        threads: the number of intra-op threads.
         environment: more environment variables. `{"OMP_WAIT_POLICY": "passive"}` lets its threads
             sleep where they wait; by default they spin for a while, which is faster unless somebody
             else wants their cores.

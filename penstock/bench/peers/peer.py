@@ -43,10 +43,10 @@ _BECOME = "build"  # the command for another servant
 
 
 class Servant(Protocol):
-    """What lives in a process; its methods are the commands."""
+    """The object that a process serves; its methods are the commands."""
 
     def close(self) -> None:
-        """Give back what it holds, because its process is about to end."""
+        """Release what it holds; its process ends, or builds another servant."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Place:
         size: how many processes there are.
         port: where the rendezvous store of all of them listens, on `HOST`.
         timeout: seconds that any wait for another process may take.
-        life: which servant of its process this is, from 0.
+        life: the number of the servant in its process, from 0; see `PeerProcesses.become`.
     """
 
     rank: int
@@ -219,7 +219,11 @@ class PeerProcesses:
         return self._all(command, [arguments] * len(self._members))
 
     def become(self, name: str, builds: Sequence[Build]) -> None:
-        """Let the processes serve other servants, for which they need not import torch again.
+        """Replace the servants by others in the same processes, which need not import torch again.
+
+        Args:
+            name: what error messages call the processes from now on.
+            builds: what each rank builds; picklable.
 
         Raises:
             PeerError: as `call`.
@@ -242,7 +246,7 @@ class PeerProcesses:
             raise
 
     def close(self, *, at_once: bool = False) -> None:
-        """End every process: politely within a few seconds, or `at_once`. May be repeated."""
+        """End every process: by itself within a few seconds, or `at_once`. May be repeated."""
         members, self._members = self._members, []
         for member in members:
             if at_once:
@@ -258,7 +262,7 @@ class PeerProcesses:
                 member.process.join(_FAREWELL)
             member.process.close()
             member.connection.close()
-        self._store = None  # only now: a farewell among the processes may need it
+        self._store = None  # only now: processes may need it to leave their group
 
     def _collect(self, command: str) -> list[Any]:
         """Wait for every rank's answer to `command`."""
@@ -358,8 +362,8 @@ def seconds_between_barriers(body: Callable[[], None]) -> float:
 
 
 def _read(member: _Member) -> _Reply | None:
-    """What a process has to say, or that it is dead, or None if neither."""
-    dead = not member.process.is_alive()  # asked first, so that last words are never missed
+    """The reply of a process, or a failure if it is dead; `None` if there is no reply yet."""
+    dead = not member.process.is_alive()  # before the reply is read, or it could be missed
     try:
         if member.connection.poll():
             reply: _Reply = member.connection.recv()
@@ -376,7 +380,7 @@ def _read(member: _Member) -> _Reply | None:
 
 
 def _serve(connection: Connection, place: Place, build: Build, threads: int) -> None:
-    """The life of one process: build the servant, run commands, leave."""
+    """Run one process: build the servant, run commands, and exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     try:
         keep_freed_memory()  # as Penstock's workers do, or the peers would pay for page faults
@@ -396,7 +400,7 @@ def _serve(connection: Connection, place: Place, build: Build, threads: int) -> 
             else:
                 connection.send(_Reply(getattr(servant, command)(*arguments)))
         servant.close()
-        os._exit(0)  # torch takes a second to leave by the door
+        os._exit(0)  # a regular exit of torch takes a second
     except (EOFError, BrokenPipeError):
         os._exit(1)
     except BaseException as error:
@@ -410,8 +414,8 @@ def _variables(threads: int) -> dict[str, str]:
     """Environment variables of every process.
 
     The thread counts also reach pools that `torch.set_num_threads` does not, the interface names
-    keep traffic on loopback, the agent store is the owner's, and what torch's C++ has to say about
-    a peer that left is silenced: failures are reported by the owner.
+    keep traffic on loopback, ranks use the owner's store instead of starting one, and the messages
+    of torch's C++ code about a peer that has left are silenced: the owner reports failures.
     """
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {

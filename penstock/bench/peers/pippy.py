@@ -23,9 +23,9 @@ from penstock.loading import tolerate_missing_torchvision_operators
 class PippyRank:
     """A rank of a pipeline that accelerate has made; each batch drains it.
 
-    The schedule that it has made is run as it is. Accelerate's own forward adds rows to a batch,
-    unless there are as many in a chunk as there are chunks; that would be slower, and torch has
-    fixed the number of rows when it exported the model.
+    Its schedule is run directly. Accelerate's own forward pads a batch unless a chunk has as many
+    rows as there are chunks: that would be slower, and torch has fixed the number of rows when it
+    exported the model.
 
     Args:
         work: what it does.
@@ -38,7 +38,7 @@ class PippyRank:
     def __init__(self, work: Inference, chunks: int, first: int, place: Place) -> None:
         tolerate_missing_torchvision_operators()
         ranks = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.size}
-        store = {"MASTER_ADDR": HOST, "MASTER_PORT": place.port}  # asked for, and not used
+        store = {"MASTER_ADDR": HOST, "MASTER_PORT": place.port}  # required, and not used
         os.environ.update({name: str(value) for name, value in {**ranks, **store}.items()})
         place.join_gloo()
         from accelerate import PartialState
@@ -75,7 +75,7 @@ class PippyRank:
             self._results = [self._schedule.step(*inputs) for inputs in self._inputs]
 
     def logits(self) -> NDArray[np.float32] | None:
-        """Of the last token of every row, on the last rank."""
+        """The logits of `last_logits`, on the last rank; `None` on others."""
         return last_logits(self._results).numpy() if self._is_last else None
 
     def close(self) -> None:
@@ -89,7 +89,8 @@ class PippyRank:
 def _let_export_see_through(model: nn.Module) -> None:
     """Take `torch.no_grad` off the forwards of rotary embeddings, which compute the same without.
 
-    torch.export makes a graph in the graph of it, which torch's pipeline cannot cut.
+    torch.export puts what runs under `no_grad` into a nested graph, which torch's pipeline cannot
+    cut.
     """
     for module in model.modules():
         inner = getattr(type(module).forward, "__wrapped__", None)
@@ -126,7 +127,7 @@ class Plain:
         return Reading(time.perf_counter() - start)
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last token of every row."""
+        """The logits of `last_logits`."""
         return last_logits(self._results).numpy()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from penstock.pipeline import Pipeline
 
 
 class Rank(TrainingRank):
-    """A rank with a replica of one stage, which runs its share of the micro-batches."""
+    """A rank with a replica of the whole model, which runs its share of the micro-batches."""
 
     def __init__(self, workload: Workload, place: Place) -> None:
         place.join_gloo()
@@ -48,7 +48,7 @@ class Rank(TrainingRank):
         return self._whole_loss.item() / self._ranks
 
     def gradients(self) -> list[NDArray[np.float32]]:
-        """Those of the batch with the present weights, in the order of the parameters."""
+        """The gradients of the batch at the current weights, in the order of the parameters."""
         self._accumulate()
         return [
             np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy().copy()

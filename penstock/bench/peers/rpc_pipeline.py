@@ -98,7 +98,7 @@ class Master(Worker):
         """One training step; every remote call of it is over when the optimizer's has returned.
 
         Args:
-            microbatches: no more than there are threads for; as many as usual by default.
+            microbatches: their number, at most that of the workload, which is the default.
         """
         start = time.perf_counter()
         # Gradients live in the context, so there are none to clear.
@@ -111,7 +111,8 @@ class Master(Worker):
 
 def _join(name: str, place: Place, workload: Workload) -> None:
     tolerate_missing_torchvision_operators()  # stages may be parts of its models
-    # Torch warns here of its own use of itself, past every filter; nobody reads this logger.
+    # Torch warns here of deprecated calls of its own, whatever the filters are: warnings go to a
+    # logger without handlers.
     logging.captureWarnings(True)
     options = rpc.TensorPipeRpcBackendOptions(
         # Calls that wait for an activation hold a thread each.

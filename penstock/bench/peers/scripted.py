@@ -51,7 +51,7 @@ class GroupTrainer(Trainer):
     Args:
         setup: what it is made for.
         seed: of the model's weights.
-        group: the ranks; all there are by default.
+        group: the process group of the ranks; all ranks by default.
     """
 
     def __init__(self, setup: Setup, seed: int = 1, group: Any = None) -> None:
@@ -84,7 +84,7 @@ class GroupTrainer(Trainer):
 
     @abstractmethod
     def _load(self, folder: Path, optimizer: Any) -> None:
-        """Go on from what was written."""
+        """Load what all ranks have written into the model and the optimizer."""
 
 
 class TorchPipelining(GroupTrainer):
@@ -177,7 +177,7 @@ class TorchPipelining(GroupTrainer):
 
     def _weighted(self, output: Any, target: Any) -> Tensor:
         loss = self._loss(output, target)
-        if self._metrics is not None:  # the loss is where anything can be called
+        if self._metrics is not None:  # there is no other place to call them
             with torch.no_grad():
                 self.metrics.append(self._metrics(output, target))
         return loss * self._shares.pop(0)
@@ -206,7 +206,7 @@ class TorchPipelining(GroupTrainer):
         return self._schedules[key]
 
     def _example(self, values: Any) -> tuple[Any, Any]:
-        """What a micro-batch puts into this rank's stage and gets out of it."""
+        """Examples of the inputs and the results of this rank's stage for one micro-batch."""
         given = values
         with torch.random.fork_rng():
             for stage in self._stages[: self._rank + 1]:
@@ -314,7 +314,11 @@ class ScriptRank:
         place.join_gloo()
 
     def run(self, what: bytes) -> Found:
-        """What this rank has in the end, of a setup and a script."""
+        """Run a case; returns what this rank has in the end.
+
+        Args:
+            what: a pickled pair of a setup and a script.
+        """
         setup, script = pickle.loads(what)
         found: Found = script(self._kind(setup))
         return found

@@ -1,4 +1,4 @@
-"""`torch.distributed.pipelining` over gloo, with stages that were cut by hand or handed over."""
+"""`torch.distributed.pipelining` over gloo, with stages that were cut by hand or by Penstock."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _parts(stages: Sequence[nn.Module], workload: Workload) -> list[_Part]:
 
 
 def _deal(schedule: str, num_stages: int, num_ranks: int) -> list[list[int]]:
-    """The stages of every rank."""
+    """The numbers of the stages of every rank, by rank."""
     v_shaped = schedule in _V_SHAPED
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     for stage in range(num_stages):

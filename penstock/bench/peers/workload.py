@@ -18,11 +18,11 @@ class Workload:
     """One training step, the same for every peer; it can be pickled.
 
     Attributes:
-        build: makes the model, with the same weights every time; a function of a module.
-        data: makes the batch and its target; a function of a module.
-        loss: gives a mean over rows, from an output and its target.
+        build: makes the model, with the same weights every time; picklable.
+        data: makes the batch and its target, with as many rows; picklable.
+        loss: `loss(output, target)`, a mean over rows; picklable.
         num_microbatches: in how many equal pieces the batch is run.
-        learning_rate: of plain SGD.
+        learning_rate: of SGD without momentum.
 
     Raises:
         ValueError: the batch does not divide into equal micro-batches.

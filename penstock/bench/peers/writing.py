@@ -1,4 +1,4 @@
-"""What all generate: a language model, prompts, and how many tokens; and what all infer."""
+"""What all contestants generate (a model, prompts, a number of tokens), and what they infer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Writing:
     """Greedy generation with a cache of keys and values, the same for every peer; picklable.
 
     Attributes:
-        name: of the model and the work.
-        build: makes a model of transformers, with the same weights every time; a function of a
-            module. No token ends its texts.
-        layers: the name of the list of its layers.
-        words: how many tokens it knows.
-        rows: sequences.
-        length: tokens of each prompt.
-        new_tokens: that each gets.
+        name: of the model.
+        build: makes a model of transformers, with the same weights every time; picklable. No token
+            ends its texts.
+        layers: the name of the submodule that is the list of its layers.
+        words: the size of its vocabulary.
+        rows: the number of sequences.
+        length: the number of tokens of each prompt.
+        new_tokens: the number of tokens that each sequence gets.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Writing:
     new_tokens: int
 
     def prompts(self, rows: int, groups: int) -> list[Tensor]:
-        """The first so many prompts, in groups of the same size.
+        """The first `rows` prompts, in groups: `groups` tensors (rows / groups, length), int64.
 
         Raises:
             ValueError: they do not divide into such groups.
@@ -65,7 +65,7 @@ class Writing:
         return {"max_new_tokens": self.new_tokens, "do_sample": False, "use_cache": True}
 
     def write(self, model: Any, rows: int, groups: int) -> list[Tensor]:
-        """What the model's own `generate` returns for these groups, one after the other.
+        """What the model's own `generate` returns for the groups of `prompts`, one after the other.
 
         The attention mask is given, as `generate` would look for padding otherwise.
         """
@@ -81,10 +81,10 @@ class Inference:
     """Batches that run through a model, without gradients and without a cache; picklable.
 
     Attributes:
-        writing: of which the model is.
-        count: of batches.
-        rows: of each.
-        length: tokens of each row.
+        writing: has the model.
+        count: the number of batches.
+        rows: the number of rows of each batch.
+        length: the number of tokens of each row.
     """
 
     writing: Writing
@@ -100,7 +100,7 @@ class Inference:
 
     @cached_property
     def batches(self) -> list[Tensor]:
-        """The batches."""
+        """`count` tensors of tokens (rows, length), int64."""
         rows = self.count * self.rows
         return list(text(rows, self.length, self.writing.words).chunk(self.count))
 
