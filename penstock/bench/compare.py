@@ -104,8 +104,9 @@ class Penstock:
         """Run a training step with the optimizer; returns its seconds."""
         start = time.perf_counter()
         self._optimizer.zero_grad()
+        begun = time.perf_counter()
         loss = self._pipe.train_step(self._inputs, target=self._target, loss_fn=self._loss_fn)
-        self.train_steps.append(time.perf_counter() - start)
+        self.train_steps.append(time.perf_counter() - begun)
         self._optimizer.step()
         seconds = time.perf_counter() - start
         self.loss = loss.item()
@@ -252,7 +253,7 @@ def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], d
 def candidates(subject: Subject, costs: ps.Profile) -> dict[str, dict[str, Make]]:
     """For each kind of peer its configurations, by name."""
     by_hand, same_cut = torch_makes(subject, costs)
-    work = {count: subject.workload(count) for count in (1, *subject.counts)}
+    work = {count: subject.workload(count) for count in subject.counts}
     cores = len(os.sched_getaffinity(0))
     shared = {count: own for count, own in work.items() if count >= len(DEVICES)}
     return {

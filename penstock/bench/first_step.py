@@ -72,5 +72,9 @@ def train(model_name: str, workers: WorkerKind | None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    kinds: dict[str, WorkerKind] = {"threads": "threads", "processes": "processes"}
-    print(json.dumps(train(sys.argv[1], kinds.get(" ".join(sys.argv[2:])))))
+    kinds: dict[str, WorkerKind | None] = {
+        "": None,
+        "threads": "threads",
+        "processes": "processes",
+    }
+    print(json.dumps(train(sys.argv[1], kinds[" ".join(sys.argv[2:])])))

@@ -169,7 +169,7 @@ def peaks(case: Case, device: torch.device) -> dict[str, int]:
             if name == "loop":
                 one = course.loop("on the GPU")
             else:
-                options = {"devices": [device], **ways[name]}
+                options = {"devices": [device], "audit": None, **ways[name]}
                 one = stack.enter_context(course.pipeline(name, "on the GPU", **options))
             one.step()
             torch.accelerator.reset_peak_memory_stats(device)

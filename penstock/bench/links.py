@@ -49,6 +49,7 @@ QUICK_SIZES = (KIB, 1 << 20)
 WARM_UPS = 3
 MICROBATCHES = 64
 WIDTH = 8
+RATE = 0.001
 TIMEOUT = 120.0
 
 
@@ -227,12 +228,14 @@ def bare(stages: int) -> Callable[[], float]:
     """The bare loop over the micro-batches, on one core."""
     model, (x, y) = tiny(stages), tiny_data()
     pairs = list(zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
     def step() -> float:
-        model.zero_grad()
         start = time.perf_counter()
+        optimizer.zero_grad()
         for inputs, target in pairs:
             (F.mse_loss(model(inputs), target) / MICROBATCHES).backward()
+        optimizer.step()
         return time.perf_counter() - start
 
     return step
@@ -252,11 +255,13 @@ def pipeline(stages: int, workers: WorkerKind, stack: ExitStack) -> Callable[[],
         audit=UNAUDITED,
     )
     stack.callback(pipe.close)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=RATE)
 
     def step() -> float:
-        pipe.zero_grad()
         start = time.perf_counter()
+        optimizer.zero_grad()
         pipe.train_step(x, target=y, loss_fn=F.mse_loss)
+        optimizer.step()
         return time.perf_counter() - start
 
     return step
@@ -264,7 +269,7 @@ def pipeline(stages: int, workers: WorkerKind, stack: ExitStack) -> Callable[[],
 
 def torchs(stages: int, stack: ExitStack) -> Callable[[], float]:
     """A step of `torch.distributed.pipelining`."""
-    workload = Workload(partial(tiny, stages), tiny_data, F.mse_loss, MICROBATCHES)
+    workload = Workload(partial(tiny, stages), tiny_data, F.mse_loss, MICROBATCHES, RATE)
     peer = torch_pipelining(workload, list(tiny(stages)), processes=stages).start()
     stack.callback(peer.close)
     return peer.step

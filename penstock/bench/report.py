@@ -77,7 +77,7 @@ class BenchReport:
                 *_table(self.sweep, "A4", "of the best", self._excess, width),
                 "",
                 f"the best micro-batch size of the sweep is {best}; Penstock chose {chosen}, whose "
-                f"time is {self.auto_excess:+.1%} of the best one's",
+                f"time differs by {self.auto_excess:+.1%} from the best one's",
                 *self.notes,
                 ", ".join(f"{name} {value}" for name, value in shown.items()),
             ]

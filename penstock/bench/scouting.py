@@ -85,7 +85,7 @@ def scout(makes: Mapping[str, Make], steps: int, tick: Tick) -> Scouted:
     """
     found: Scouted = {}
     enough: dict[str, str] = {}
-    before: dict[str, tuple[str, float]] = {}
+    fastest_so_far: dict[str, tuple[str, float]] = {}
     with Scouts() as scouts:
         for name, make in makes.items():
             tick(name)
@@ -96,10 +96,11 @@ def scout(makes: Mapping[str, Make], steps: int, tick: Tick) -> Scouted:
             found[name] = seconds = scouts.seconds(make, 1, 1)
             if isinstance(seconds, str):
                 continue
-            fewer, best = before.get(rest, ("", float("inf")))
+            fewer, best = fastest_so_far.get(rest, ("", float("inf")))
             if seconds[0] > _SLOWER * best:
                 enough[rest] = f"left out: {name} was slower than {fewer}"
-            before[rest] = name, min(seconds[0], best)
+            if seconds[0] < best:
+                fastest_so_far[rest] = name, seconds[0]
         ranking = by_speed(found)
         for name in ranking[: max(_FEWEST, -(-len(makes) // _SHARE))]:
             tick(name)

@@ -169,6 +169,8 @@ def measured(name: str) -> dict[str, Any]:
             step()
         accounts = pipe.accounts()
         found = drift(accounts, pipe.plan)
+        if found is None:
+            raise RuntimeError(f"{name}: none of the recorded steps ran as planned")
         times: list[float] = []
         while len(times) < _LEAST or sum(times) < _SECONDS:
             times.append(step())
@@ -180,8 +182,8 @@ def measured(name: str) -> dict[str, Any]:
         "plan": pipe.plan.summary,
         "measured": statistics.median(times),
         "predicted": pipe.plan.predicted_step_seconds,
-        "calibrated": found.calibrated_seconds if found else 0.0,
-        "actions": found.machine if found else 0.0,
+        "calibrated": found.calibrated_seconds,
+        "actions": found.machine,
         "parts": parts,
     }
 
@@ -212,9 +214,10 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(measured(options.one)))
         return 0
     rows: list[dict[str, Any]] = []
-    for name in MODELS:
-        if options.only not in name:
-            continue
+    chosen = [name for name in MODELS if options.only in name]
+    if not chosen or (options.record and len(chosen) < len(MODELS)):
+        parser.error("--only: no model has this in its name, or --record is given, which needs all")
+    for name in chosen:
         runs = [_in_a_process(name) for _ in range(options.rounds)]
         errors = {what: _error(runs, what) for what in ("predicted", "calibrated")}
         rows.append({"model": name, "runs": runs, "errors": errors})

@@ -18,12 +18,13 @@ from penstock.loading import tolerate_missing_torchvision_operators
 Stages = Callable[[], Sequence[nn.Module]]
 
 # The schedules of torch.distributed.pipelining that are tried, by its names: with one stage in each
-# process, or with two; and the numbers of micro-batches that are tried of all peers.
+# process, or with two; and the numbers of micro-batches that all peers try, which are those that
+# the planner looks at first.
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 HALVING = LOOPED[2:]  # these run the input half and the weight half of a backward apart
 SCHEDULES = (*SINGLE, *LOOPED)
-COUNTS = (2, 4, 8, 16)
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 CLASSES = 1000
 WORDS = 4096
@@ -397,7 +398,10 @@ def subjects(quick: bool) -> dict[str, Subject]:
     """The six models, by a short name; with `quick` so small that a step takes milliseconds."""
     rows, image = (8, 32) if quick else (32, 64)
     channels, side = (8, 16) if quick else (16, 64)
-    counts = (2,) if quick else COUNTS
+
+    def counts(rows: int) -> tuple[int, ...]:
+        return tuple(count for count in (COUNTS[:2] if quick else COUNTS) if rows % count == 0)
+
     layers, width, length, texts = (4, 32, 16, 8) if quick else (12, 384, 256, 8)
     gpt = partial(gpt2_like, layers, width, 2 if quick else 6, length)
     # With four micro-batches a boundary is 16 MiB: 65,536 rows of 64 numbers.
@@ -405,13 +409,13 @@ def subjects(quick: bool) -> dict[str, Subject]:
     mlp = partial(wide_mlp, 4, 64)
     tiny = partial(tiny_calls, 20 if quick else 200, 16)
     found = {
-        "resnet": resnet(rows, image, counts),
+        "resnet": resnet(rows, image, counts(rows)),
         "vit": _sequence(
             f"{layers} layers like ViT, width {width}, {rows} images of {side}x{side}",
             partial(vit, layers, width, 2 if quick else 6, side),
             partial(labelled_images, rows, side),
             F.cross_entropy,
-            counts,
+            counts(rows),
         ),
         "unet": Subject(
             f"U-Net of {channels} to {8 * channels} channels, {rows} images of {side}x{side}",
@@ -420,28 +424,28 @@ def subjects(quick: bool) -> dict[str, Subject]:
             F.mse_loss,
             partial(unet_cut, channels, 2),
             partial(unet_cut, channels, 4),
-            counts,
+            counts(rows),
         ),
         "gpt": _sequence(
             f"{layers} layers like GPT-2, width {width}, {texts} rows of {length} tokens",
             gpt,
             partial(tokens, texts, length),
             language_loss,
-            tuple(count for count in counts if texts % count == 0),
+            counts(texts),
         ),
         "wide": _sequence(
             f"MLP 4-64-4, {many} rows: boundaries of {many * 64 / 2**20:.1f} MiB at m=4",
             mlp,
             partial(numbers, many, 4),
             F.mse_loss,
-            counts,
+            counts(many),
         ),
         "tiny": _sequence(
             f"{len(tiny())} tiny calls, 32 rows of 16",
             tiny,
             partial(numbers, 32, 16),
             F.mse_loss,
-            counts,
+            counts(32),
         ),
     }
     if quick:

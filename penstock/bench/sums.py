@@ -33,12 +33,12 @@ from torch import nn
 
 from penstock.bench import record
 from penstock.bench.data_parallel import DataParallelSettings, Trained, deep_mlp, gpt2, mlp
-from penstock.bench.peers.data_parallel import data_parallel
+from penstock.bench.peers.data_parallel import Buckets, data_parallel
 from penstock.bench.peers.peer import Peer, Place, Recipe
 from penstock.bench.peers.ranks import Rank, replicas_on_ranks
 from penstock.bench.peers.workload import Workload
 from penstock.bench.replica_training import Replicated
-from penstock.bench.scouting import Make, fastest, scout
+from penstock.bench.scouting import Make, fastest, scout, tries
 from penstock.bench.turns import AUDITED, Ratio, Ticker, Timed, take_turns
 from penstock.devices.allocator import keep_freed_memory
 from penstock.display.progress import callback
@@ -156,7 +156,7 @@ def in_memory(workload: Workload, rounds: int) -> dict[str, Any]:
 
 
 def on_ranks(
-    workload: Workload, ranks: int, buckets: dict[str, Make], rounds: int, tries: int
+    workload: Workload, ranks: int, buckets: dict[str, Make], rounds: int, steps: int
 ) -> Any:
     """Compare both sums on ranks, and `DistributedDataParallel` in its fastest configuration.
 
@@ -168,7 +168,7 @@ def on_ranks(
         tries: steps of a configuration that is tried.
     """
     with callback("finding the best size of buckets") as progress:
-        scouted = scout(buckets, tries, Ticker(len(buckets) * 2, progress))
+        scouted = scout(buckets, steps, Ticker(tries(buckets), progress))
     best = fastest(scouted)
     unordered = Recipe("no order", [partial(UnorderedRank, workload)] * ranks)
     recipes = {"in order": replicas_on_ranks(workload, processes=ranks), "no order": unordered}
@@ -203,14 +203,27 @@ def compared(contestants: Sequence[Timed], rounds: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def configurations(workload: Workload, ranks: int, buckets: Sequence[Buckets]) -> dict[str, Make]:
+    """Those of `DistributedDataParallel` with each of these buckets, by name, as `scout` takes them.
+
+    Args:
+        workload: what it trains.
+        ranks: how many.
+        buckets: the settings, each different.
+    """
+    return {
+        f"m={workload.num_microbatches}, {each}": partial(
+            data_parallel, workload, processes=ranks, buckets=each
+        )
+        for each in buckets
+    }
+
+
 def measure(model: Trained, options: Any, tried: DataParallelSettings) -> list[dict[str, Any]]:
     """The results of one model: with replicas in threads, and on ranks."""
     here = in_memory(model.workload(PER_REPLICA * IN_MEMORY, model.rows), options.rounds)
     work = model.workload(PER_REPLICA * options.ranks, model.rows)
-    buckets: dict[str, Make] = {
-        str(each): partial(data_parallel, work, processes=options.ranks, buckets=each)
-        for each in tried.buckets
-    }
+    buckets = configurations(work, options.ranks, tried.buckets)
     there = on_ranks(work, options.ranks, buckets, options.rounds, tried.tries)
     return [{"model": model.name, **found} for found in (here, there)]
 

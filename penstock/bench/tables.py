@@ -307,6 +307,16 @@ def _where(report: dict[str, Any]) -> str:
     )
 
 
+def _of_models(report: dict[str, Any]) -> str:
+    """Where and when models were measured; those that were measured apart are named."""
+    alike: dict[str, list[str]] = {}
+    for found in report["models"]:
+        alike.setdefault(_where(found), []).append(found["model"])
+    if len(alike) == 1:
+        return next(iter(alike))
+    return "\n".join(f"{'; '.join(names)}: {text}" for text, names in alike.items())
+
+
 def conditions(models: Sequence[dict[str, Any]]) -> list[str]:
     """Where, when and how models were measured; a line for all that were alike."""
     alike: dict[str, list[str]] = {}
@@ -342,7 +352,7 @@ def starting(report: dict[str, Any]) -> str:
             *lines,
             "",
             "In parentheses the seconds of building the pipeline. Medians of "
-            f"{', '.join(map(str, rounds))} starts in turns. {_where(report)}",
+            f"{', '.join(map(str, rounds))} starts in turns. {_of_models(report)}",
         ]
     )
 
@@ -366,7 +376,7 @@ def frameworks(report: dict[str, Any]) -> str:
         ]
     rounds = ", ".join(map(str, {found["settings"]["rounds"] for found in report["models"]}))
     return "\n".join(
-        [*lines, "", *plans, "", f"Medians of {rounds} processes in turns. {_where(report)}"]
+        [*lines, "", *plans, "", f"Medians of {rounds} processes in turns. {_of_models(report)}"]
     )
 
 

@@ -63,8 +63,20 @@ def load_example(
     with empty_weights() if empty else nullcontext():
         module = _made(model, lambda: load_model(model))
     if example is not None:
-        return module, *as_inputs(example, _made(example, lambda: load(example)()))
+        return module, *made_inputs(example)
     return module, *parsed_inputs(inputs)
+
+
+def made_inputs(example: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that the function of this name returns; its errors come with the name.
+
+    Args:
+        example: the name of a function without arguments.
+
+    Raises:
+        InputError: the name means nothing, or the function fails or returns something else.
+    """
+    return as_inputs(example, _made(example, lambda: load(example)()))
 
 
 def load_loss(target: str) -> Callable[..., torch.Tensor]:

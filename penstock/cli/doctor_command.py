@@ -63,7 +63,7 @@ def _text(findings: Sequence[Finding]) -> str:
         if each.to_do:
             table.add_row("", "", Text(f"→ {printable(each.to_do)}", style))
     counts = [
-        f"{number} {state}{'s' if number > 1 and state != 'ok' else ''}"
+        f"{number} {state}{'s' if number > 1 else ''}"
         for state in ("problem", "warning")
         if (number := sum(each.state == state for each in findings))
     ]

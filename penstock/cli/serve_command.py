@@ -146,8 +146,7 @@ def command(
         raise InputError("--input and --example both say what to call the model with; give one")
     from dataclasses import replace
 
-    from penstock.cli.arguments import as_inputs, device_list, load_served, parsed_inputs
-    from penstock.loading import load
+    from penstock.cli.arguments import device_list, load_served, made_inputs, parsed_inputs
     from penstock.plan import Plan
 
     try:
@@ -162,7 +161,7 @@ def command(
         args, kwargs = parsed_inputs(inputs)
         served = replace(served, args=args, kwargs=kwargs)
     elif example is not None:
-        args, kwargs = as_inputs(example, load(example)())
+        args, kwargs = made_inputs(example)
         served = replace(served, args=args, kwargs=kwargs)
     settings = Settings(
         host=host,

@@ -78,13 +78,13 @@ _LEFT = (0, 13)
 )
 @click.option(
     "--microbatch-size",
-    type=int,
+    type=click.IntRange(min=1),
     metavar="ROWS",
     help="Rows of a micro-batch; default: as in PLAN.",
 )
 @click.option(
     "--batch",
-    type=int,
+    type=click.IntRange(min=1),
     metavar="ROWS",
     help="Rows of a batch, over all replicas, instead of --microbatch-size.",
 )
@@ -236,7 +236,12 @@ class _Options:
     def count_of_replicas(self, plan: Plan | None) -> int | None:
         """How many there are; `None` for as few as the places to cut allow."""
         if self.replicas != "auto":
-            return _list("--replicas", self.replicas, _whole, 1)[0]
+            try:
+                return _whole(self.replicas)
+            except InputError:
+                raise InputError(
+                    f"--replicas: {self.replicas!r} is neither a number nor auto"
+                ) from None
         if plan is not None and self.workers is None and self.schedules is None:
             return plan.replicas
         return None

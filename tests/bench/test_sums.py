@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.bench.data_parallel import mlp
+from penstock.bench.data_parallel import DataParallelSettings, mlp
 from penstock.bench.peers.peer import Recipe
 from penstock.bench.replica_training import on_one_device
-from penstock.bench.sums import AnyTurns, Unordered, UnorderedRank
+from penstock.bench.sums import AnyTurns, Unordered, UnorderedRank, configurations
 
 
 def test_one_thread_has_the_turn_at_a_time_whatever_its_number() -> None:
@@ -77,3 +77,10 @@ def test_both_places_are_measured(tmp_path: Path) -> None:
     assert here == ["in order", "no order"]
     assert there[:2] == here
     assert there[2].startswith("DDP, buckets of ")
+
+
+def test_every_size_of_buckets_is_tried() -> None:
+    """Names that differ in the number of micro-batches alone are tried until one is slower."""
+    buckets = DataParallelSettings.full(None).buckets
+    found = configurations(mlp().workload(4, 32), 2, buckets)
+    assert len({name.partition(",")[2] for name in found}) == len(buckets) > 4

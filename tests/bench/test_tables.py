@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,17 +184,20 @@ def test_a_start_ends_with_the_first_step() -> None:
     plain = {"torch": 1.0, "model": 0.5, "first step": 0.25, "second step": 9.0}
     ours = {**plain, "penstock": 1.0, "pipeline": 4.0}
     ways = {"plain PyTorch": [plain] * 3, "threads, first": [ours, ours, {**ours, "torch": 99.0}]}
-    model = {"model": "MLP", "ways": ways, "settings": {"rounds": 3}}
+    model = {**ORIGIN, "model": "MLP", "ways": ways, "settings": {"rounds": 3}}
     found = tables.starting({**ORIGIN, "models": [model]})
     assert "| MLP | 1.8 s | 6.8 s (4.0) |" in found
     assert "Medians of 3 starts in turns" in found
+    later = {**model, "model": "GPT", "commit": "89abcdef0123"}
+    found = tables.starting({**ORIGIN, "models": [model, later]})
+    assert re.search(r"MLP: .*\n.*0123456789ab.*\nGPT: .*\n.*89abcdef0123", found)
 
 
 def test_a_framework_is_compared_with_itself_on_one_core() -> None:
     plain = {"median": 0.4, "to_one_core": 1.0, "to_one_core_spread": 0.0, "plan": ""}
     ours = {**plain, "to_one_core": 0.6, "to_one_core_spread": 0.01, "plan": "2 replicas"}
     rows = [{"name": "one core", **plain}, {"name": "threads", **ours}]
-    model = {"model": "transformers", "rows": rows, "settings": {"rounds": 3}}
+    model = {**ORIGIN, "model": "transformers", "rows": rows, "settings": {"rounds": 3}}
     found = tables.frameworks({**ORIGIN, "models": [model]})
     assert "| Trainer | 400 ms | 0.60x ± 0.01 |" in found
     assert "- Trainer, threads: 2 replicas." in found
@@ -274,5 +278,5 @@ def test_scouting_stops_where_more_microbatches_are_slower() -> None:
     recipe: Any = SimpleNamespace(name="", builds=[], start=lambda: clock)
     recipe.has_processes_of = lambda _: True
     found = scout({f"m={m}, 1F1B": lambda: recipe for m in (2, 4, 8, 16)}, 2, lambda _: None)
-    assert found["m=16, 1F1B"] == "left out: m=8, 1F1B was slower than m=4, 1F1B"
+    assert found["m=16, 1F1B"] == "left out: m=8, 1F1B was slower than m=2, 1F1B"
     assert [len(found[f"m={m}, 1F1B"]) for m in (2, 4, 8)] == [2, 2, 2]

@@ -30,6 +30,7 @@ def serve(*arguments: str) -> tuple[int, str]:
             [f"{MODELS}:net", "--input", "2x3", "--example", f"{MODELS}:net"],
             "both say what to call",
         ),
+        ([f"{MODELS}:Net", "--example", f"{MODELS}:broken"], "broken' raised KeyError when it was"),
         ([f"{MODELS}:net", "--devices", "tpu"], "'tpu' is not a device"),
         ([f"{MODELS}:net", "--timeout", "0"], "--timeout"),
         ([f"{MODELS}:net", "--queue", "-1"], "--queue"),

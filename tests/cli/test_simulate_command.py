@@ -151,7 +151,7 @@ def test_a_figure() -> None:
         (("plan.json", "--latency", "10 miles"), "--latency: '10 miles' is not a time"),
         (("plan.json", "--schedule", "best"), "choose naive, gpipe"),
         (("plan.json", "--batch", "8", "--microbatch-size", "2"), "leave out --microbatch-size"),
-        (("plan.json", "--replicas", "few"), "--replicas: 'few' is not a number"),
+        (("plan.json", "--replicas", "few"), "--replicas: 'few' is neither a number nor auto"),
         (("plan.json", "--speed", "0"), "20 times as fast"),
     ],
 )
@@ -184,6 +184,12 @@ def test_a_plan_of_replicas_is_simulated_as_it_is() -> None:
     (found,) = outcomes("plan.json")
     assert (found["replicas"], found["stages"], found["batch_size"]) == (2, 2, 16)
     assert found["case"]["num_microbatches"] == 4
+    assert (
+        "--replicas: '1,2' is neither a number nor auto"
+        in run("plan.json", "--replicas", "1,2").stderr
+    )
+    for option in ("--microbatch-size", "--batch"):
+        assert "0 is not in the range x>=1" in run("plan.json", option, "0").stderr
 
 
 def test_a_flow_of_forwards() -> None:

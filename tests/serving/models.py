@@ -102,3 +102,8 @@ def net() -> Served:
 def nothing() -> int:
     """What is no model."""
     return 3
+
+
+def broken() -> None:
+    """Arguments that cannot be made."""
+    raise KeyError("nothing")

@@ -125,6 +125,8 @@ class Shards(_Ranks):
 
     def _summing(self, is_last: bool) -> AbstractContextManager[Any]:
         self._whole.set_requires_gradient_sync(is_last)
+        if not self._frees:  # then weights stay until the optimizer has changed them
+            self._whole.set_reshard_after_backward(is_last)
         return nullcontext()
 
 
