@@ -722,7 +722,7 @@ class Pipeline:
     def optimizer(
         self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any
     ) -> PipelineOptimizer:
-        """Create an optimizer whose step runs on all workers at once.
+        """Create an optimizer whose step runs on the workers that own the parameters.
 
         Args:
             kind: a class of `torch.optim`.

@@ -5,7 +5,7 @@
 
 For every model, each configuration of the peers first runs alone for a step (more micro-batches
 only as long as they are not slower than fewer), and the fastest third for a few more, to find each
-peer's best: `torch.distributed.pipelining` (all its schedules, 2 to 16 micro-batches, cut by hand
+peer's best: `torch.distributed.pipelining` (all its schedules, 1 to 64 micro-batches, cut by hand
 and again where Penstock cuts for as many micro-batches), `DistributedDataParallel` (micro-batches,
 bucket sizes), FSDP2 (micro-batches, what is gathered at a time), one process with all cores
 (micro-batches, whether waiting threads sleep), and one process with one thread (micro-batches).
@@ -83,8 +83,7 @@ class Penstock:
         name: its name in tables.
         plan: the plan that it follows.
         loss: the loss of the last step.
-        train_steps: for every step, the seconds of `zero_grad` and `train_step`, without the
-            optimizer's step.
+        train_steps: for every step, the seconds of `train_step`.
     """
 
     def __init__(

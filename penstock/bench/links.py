@@ -242,7 +242,7 @@ def bare(stages: int) -> Callable[[], float]:
 
 
 def pipeline(stages: int, workers: WorkerKind, stack: ExitStack) -> Callable[[], float]:
-    """A `train_step` of Penstock."""
+    """A training step of Penstock: `zero_grad`, `train_step` and the optimizer's step."""
     model, (x, y) = tiny(stages), tiny_data()
     program = ps.capture(model, (x,))
     chosen = uniform_plan(program, stages, MICROBATCHES)

@@ -18,8 +18,8 @@ from penstock.loading import tolerate_missing_torchvision_operators
 Stages = Callable[[], Sequence[nn.Module]]
 
 # The schedules of torch.distributed.pipelining that are tried, by its names: with one stage in each
-# process, or with two; and the numbers of micro-batches that all peers try, which are those that
-# the planner looks at first.
+# process, or with two; and the numbers of micro-batches that all peers try: the powers of two
+# that the planner looks at.
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 HALVING = LOOPED[2:]  # these run the input half and the weight half of a backward apart

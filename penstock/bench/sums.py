@@ -165,7 +165,7 @@ def on_ranks(
         ranks: how many.
         buckets: the configurations of `DistributedDataParallel`, by name.
         rounds: that count.
-        tries: steps of a configuration that is tried.
+        steps: how many are measured of a configuration that is tried again.
     """
     with callback("finding the best size of buckets") as progress:
         scouted = scout(buckets, steps, Ticker(tries(buckets), progress))
@@ -204,7 +204,7 @@ def compared(contestants: Sequence[Timed], rounds: int) -> dict[str, Any]:
 
 
 def configurations(workload: Workload, ranks: int, buckets: Sequence[Buckets]) -> dict[str, Make]:
-    """Those of `DistributedDataParallel` with each of these buckets, by name, as `scout` takes them.
+    """`DistributedDataParallel` with each of these buckets, by the names that `scout` takes.
 
     Args:
         workload: what it trains.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -17,6 +17,9 @@ from penstock.cli.common import (
     workers_option,
 )
 from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @click.command("verify")
@@ -102,7 +105,6 @@ def command(
         pipeline_arguments,
     )
     from penstock.display.progress import callback
-    from penstock.loading import parse_input
     from penstock.plan import Plan
     from penstock.planning.tuning import mean_square
     from penstock.verification import verify
@@ -119,7 +121,7 @@ def command(
             module,
             args,
             kwargs,
-            target=parse_input(target)[1] if target is not None else None,
+            target=None if target is None else _target(target),
             loss_fn=load_loss(loss) if loss is not None else mean_square,
             devices=None if devices is None else device_list(devices),
             plan=plan,
@@ -135,3 +137,17 @@ def command(
         )
     show({"ok": report.ok, **asdict(report)}, str(report), as_json)
     sys.exit(0 if report.ok else 1)
+
+
+def _target(spec: str) -> torch.Tensor:
+    """The target that the option describes.
+
+    Raises:
+        InputError: the description means nothing, or has a name, which only inputs have.
+    """
+    from penstock.loading import parse_input
+
+    name, tensor = parse_input(spec)
+    if name is not None:
+        raise InputError(f"--target {spec}: leave out {name}=; a target has no name")
+    return tensor

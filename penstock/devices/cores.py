@@ -46,7 +46,7 @@ def use_threads(count: int) -> None:
 
 @contextmanager
 def threads_beside(busy: int) -> Iterator[None]:
-    """Meanwhile, the calling thread's operations leave this many cores to others, but use one.
+    """Meanwhile, the calling thread's operations leave cores to others, but at most half of them.
 
     An operation is divided into equal parts, and ends with the last of them. Where one thread has
     to share its core, for example with a process that imports torch, all others wait for it.
@@ -54,8 +54,11 @@ def threads_beside(busy: int) -> Iterator[None]:
     Args:
         busy: the cores that others keep busy.
     """
+    if not busy:
+        yield
+        return
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before - busy))
+    torch.set_num_threads(max(1, before // 2, before - busy))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""An optimizer whose step runs on all workers at once, each on the parameters that it owns."""
+"""An optimizer whose step runs on the workers, each on the parameters that it owns."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ class PipelineOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, on all workers at once.
+        """Update every parameter that has a gradient; each worker updates those that it owns.
+
+        Threads leave small parameters to the first of them, which is faster.
 
         Args:
             closure: called first, with gradients enabled.

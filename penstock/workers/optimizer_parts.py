@@ -71,7 +71,7 @@ class LocalParts:
         run: Callable[[Sequence[Callable[[], Any]]], Any],
     ) -> None:
         self._parts = [part_of(kind, groups, options, owned) for owned in owners]
-        self._in_turn = _are_small([parameter for owned in owners for parameter in owned])
+        self._in_turn = _are_small(groups)
         self._run = run
 
     def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
@@ -96,9 +96,16 @@ class LocalParts:
         """Do nothing: the parts get `state` with the next step."""
 
 
-def _are_small(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the steps of parts are faster one after the other: small parameters, all on CPUs."""
-    if not parameters or any(parameter.device.type != "cpu" for parameter in parameters):
+def _are_small(groups: Groups) -> bool:
+    """Whether the steps of parts are faster one after the other: small parameters, all on CPUs.
+
+    If many are updated by one operation (`fused` and `foreach`), threads need the interpreter
+    rarely.
+    """
+    parameters: list[torch.Tensor] = [p for group in groups for p in group["params"]]
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        return False
+    if any(group.get("fused") or group.get("foreach") for group in groups):
         return False
     return sum(parameter.nbytes for parameter in parameters) < _SMALL * len(parameters)
 

@@ -76,7 +76,7 @@ def test_both_places_are_measured(tmp_path: Path) -> None:
     here, there = ([row["name"] for row in found["rows"]] for found in report["results"])
     assert here == ["in order", "no order"]
     assert there[:2] == here
-    assert there[2].startswith("DDP, buckets of ")
+    assert there[2].startswith("DDP, m=4, buckets of ")
 
 
 def test_every_size_of_buckets_is_tried() -> None:

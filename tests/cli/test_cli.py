@@ -290,6 +290,7 @@ def test_bench(tmp_path: Path) -> None:
         (["plan", *SMALL, "--microbatches", "7"], 2, "choose between 1 and 6"),
         (["plan", *SMALL, *IN_STAGES, "--devices", "cpu,cpu,cpu,cpu"], 1, "3 at most"),
         (["verify", *SMALL, "--target", "6x4"], 2, "needs a --loss"),
+        (["verify", *SMALL, "--loss", "torch.nn:MSELoss", "--target", "y=6x4"], 2, "leave out y="),
         (["verify", *SMALL, "--loss", f"{HERE}:broken_loss"], 2, "ValueError: no loss today"),
         (["verify", *SMALL, "--loss", f"{HERE}:PENSTOCK"], 2, "cannot be called"),
         (["verify", *SMALL, "--optimizer", "Adam2"], 2, "give one of torch.optim (ASGD, "),

@@ -263,6 +263,31 @@ def test_steps_within_a_map_wait_for_the_forwards_that_were_started(kind: str) -
     assert_same(found[1], found[0])
 
 
+class Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return x + 0
+
+
+@pytest.mark.parametrize("width", [8, 4096], ids=["small parameters", "large parameters"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_within_a_map_wait_for_slow_stages(kind: str, width: int) -> None:
+    """Batches that were started have the weights of that time in all stages, whoever updates."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), Slow(), nn.Linear(width, 6))
+    batches = [torch.randn(5, 6) for _ in range(3)]
+    with make(model, stages=2, replicas=1, keep_closed=("2",), workers=kind) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.5)
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        expected = [output.clone() for output in pipe.map(batches)]
+        results = pipe.map(batches, ahead=4)
+        found = [next(results).clone()]
+        optimizer.step()
+        found += results
+        assert_same(found, expected)
+        assert not torch.equal(next(iter(pipe.map(batches))), expected[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_that_drop_gradients(kind: str) -> None:
     def dropped(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from penstock.engine.state import Backup, Backups
 from penstock.engine.turns import AllTurns
 from penstock.engine.twins import Twins
 from penstock.errors import InputError
-from penstock.links.local import LocalLink
+from penstock.links.local import Aborted, LocalLink
 from penstock.plan import Plan
 from penstock.storage.part import Part
 from penstock.workers.assembly import Assembly
@@ -85,6 +86,7 @@ class ThreadWorkers(Workers):
         ]
         self._in_order = list(shared.values())
         self._ran = Before()
+        self._ready: Barrier | None = None  # where jobs that change weights wait for passes
         self._handovers: dict[int, Handover] = {}  # of the passes under way
         self._dealers: dict[int, Dealer] = {}  # of those that deal micro-batches
         self._links = [
@@ -357,7 +359,8 @@ class ThreadWorkers(Workers):
         return self._pool.describe(self.recorded)
 
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-        jobs = [partial(self._after_forwards, self._ran, job) for job in jobs]
+        self._ready = Barrier(len(jobs)) if self._pool.under_way else None
+        jobs = [partial(self._after_passes, self._ready, job) for job in jobs]
         return self._together(jobs, self._timeout, whole=True)
 
     def _together(
@@ -376,10 +379,21 @@ class ThreadWorkers(Workers):
         finally:
             handover.back()
 
-    def _after_forwards(self, before: Before, job: Callable[[], Any]) -> Any:
-        """Do a job that changes weights, when all replicas have run these forwards."""
-        for common in self._in_order:
-            common.wait_for(before)
+    def _after_passes(self, ready: Barrier | None, job: Callable[[], Any]) -> Any:
+        """Do a job that changes weights, when all workers have run the passes before it.
+
+        Args:
+            ready: where they wait for each other; `None` if no pass is under way.
+            job: what is done.
+
+        Raises:
+            Aborted: one of the passes is given up.
+        """
+        if ready is not None:
+            try:
+                ready.wait()
+            except BrokenBarrierError:
+                raise Aborted from None
         for twins in self._twins.values():
             twins.wait_for_copies()
         return job()
@@ -396,6 +410,8 @@ class ThreadWorkers(Workers):
         for link in chain.from_iterable(links.values() for links in self._links):
             link.abort()
         self._turns.abort()
+        if self._ready is not None:
+            self._ready.abort()
 
     def _reset(self) -> None:
         self._ran = Before()
