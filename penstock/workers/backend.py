@@ -94,7 +94,8 @@ class Backend(ABC):
             is one replica; see `penstock.plan.layout.Memory`.
         why_one_replica: a sentence that says why a search tries only one replica; empty if it may
             try several.
-        starting: the processes of this machine that start meanwhile; each keeps a core busy.
+        starting: how many processes of this machine start while the model is captured; each keeps
+            a core busy.
         probe: measures the links between workers.
     """
 

@@ -22,13 +22,19 @@ class _Noted(torch.optim.SGD):
         super().step(closure)
 
 
+BOTH = {"penstock-0", "penstock-1"}
+
+
 @pytest.mark.parametrize(
-    ("width", "names"), [(8, {"penstock-0"}), (256, {"penstock-0", "penstock-1"})]
+    ("width", "fused", "names"), [(8, False, {"penstock-0"}), (8, True, BOTH), (256, False, BOTH)]
 )
-def test_small_parameters_are_updated_by_one_thread(width: int, names: set[str]) -> None:
+def test_small_parameters_are_updated_by_one_thread(
+    width: int, fused: bool, names: set[str]
+) -> None:
+    """Unless one operation updates many of them."""
     _Noted.threads = set()
     model, x = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), torch.randn(4, width)
-    alone = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     model(x).square().mean().backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     alone.step()
@@ -37,7 +43,7 @@ def test_small_parameters_are_updated_by_one_thread(width: int, names: set[str])
     model.load_state_dict(before)
     options = {"replicas": 1, "num_microbatches": 1, "progress": None}
     with ps.Pipeline(model, (x,), devices=["cpu"] * 2, workers="threads", **options) as pipe:
-        optimizer = pipe.optimizer(_Noted, lr=0.1)
+        optimizer = pipe.optimizer(_Noted, lr=0.1, fused=fused)
         pipe.train_step(x, loss_fn=lambda y: y.square().mean())
         optimizer.step()
     assert _Noted.threads == names
