@@ -152,7 +152,9 @@ class Pipeline:
         weights: the source of parameters on the `meta` device: a state dict, the path of a file
             with one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
         timeout: seconds that a step may take. `None` means fifty times the predicted step, but at
-            least a minute, as first steps are slower; with `compile`, ten minutes. Under torchrun
+            least a minute, as first steps are slower; with `compile`, ten minutes. The only worker
+            on a CPU has no limit then, except in `map` and sessions, as the script's own thread
+            runs its steps and calls. Under torchrun
             this includes the wait for other ranks, and `None` means at least ten minutes.
         threads_per_worker: intra-op threads of each CPU worker; the bits of results depend on their
             number. By default the worker's share of the cores. Give a number if the number of

@@ -564,20 +564,35 @@ class Runner:
         """Run one pass on all workers; if it fails, gradients and buffers are put back."""
         with self.given_up(), self.workers.operation(order.name):
             self._finish_under_way()
-            return self.finish(self.start(order))
+            at_once = not self._under_way
+            return self.finish(self.start(order.changed(at_once=at_once)))
 
     @contextmanager
     def reserved(self, order: Order) -> Iterator[None]:
         """While open, no other pipeline may run a pass that would disturb this pass or its audit.
 
         Raises:
-            InputError: one runs such a pass, or another thread uses this pipeline.
+            InputError: one runs such a pass, another thread uses this pipeline, or this thread is
+                amid a pass of it.
         """
+        self._check_outside()
         self._user.enter(*self._effects(order))
         try:
             yield
         finally:
             self._user.leave()
+
+    def _check_outside(self) -> None:
+        """Raise if the calling thread is amid a pass.
+
+        Raises:
+            InputError: it is.
+        """
+        if self.workers.runs_here:
+            raise InputError(
+                "a module, a hook, the loss or the handler of a signal uses the pipeline amid its "
+                "own pass; call the model itself there, or use the pipeline between its steps"
+            )
 
     def _effects(self, order: Order) -> tuple[bool, bool]:
         """Whether a pass adds to gradients, and whether it changes buffers.
@@ -615,6 +630,7 @@ class Runner:
         Raises:
             InputError: another thread has started passes that are not finished.
         """
+        self._check_outside()
         self._user.enter(*self._effects(order))
         try:
             if self.workers.are_leaving and not self._under_way:
@@ -740,6 +756,7 @@ class Runner:
             WorkerDied: nobody takes over.
             InputError: another thread is using the pipeline.
         """
+        self._check_outside()
         with self._user.working():
             self._finish_under_way()
             self._updates += updates
@@ -945,7 +962,11 @@ class Runner:
         """Close the workers; nothing runs after that.
 
         If a worker has died since the last pass, others first do again the work that would be lost.
+
+        Raises:
+            InputError: one of the workers' own passes is calling.
         """
+        self._check_outside()
         try:
             if self.workers.has_log and self._user.may_work():
                 with self._user.working():

@@ -40,8 +40,8 @@ from penstock.errors import (
     WorkerError,
     WorkerTimeout,
 )
+from penstock.interrupts import interrupts_wait
 from penstock.links.casting import in_words
-from penstock.links.wire import interrupts_wait
 from penstock.passes import Passes
 from penstock.plan import Plan
 from penstock.plan.text import prediction

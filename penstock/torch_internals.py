@@ -87,6 +87,7 @@ __all__ = [
     "foreach_zero",
     "forget_source",
     "group_by_device_and_dtype",
+    "has_function_modes",
     "has_tangents",
     "inject_parametrized_class",
     "inject_parametrized_property",
@@ -195,6 +196,11 @@ def modes_around() -> list[str]:
     if count := torch._C._len_torch_dispatch_stack():
         modes += map(torch._C._get_dispatch_stack_at, range(count))
     return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+
+
+def has_function_modes() -> bool:
+    """Whether this thread has any modes for functions, such as that of `torch.device`."""
+    return bool(torch._C._len_torch_function_stack())
 
 
 def will_run(node: Node) -> bool:

@@ -18,7 +18,7 @@ from penstock.capture.replay import seeded
 from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.engine.batchnorm import BatchNorms
 from penstock.errors import WorkerTimeout
-from penstock.links.wire import interrupts_wait
+from penstock.interrupts import interrupts_wait
 from penstock.oracle import Around, BatchDim, Oracle, without_history
 
 _GRACE = 5.0  # seconds that work which is given up may go on for

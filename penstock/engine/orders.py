@@ -51,6 +51,8 @@ class Order:
             checks that while this pass runs, and runs another one if the model has changed.
         weights_since: the number of the first pass since which no weight changes, until the script
             runs again; -1 if that is not known.
+        at_once: whether the script waits for it as soon as it is started, and nothing else is
+            under way.
         to_all: whether all processes that run the script get the results, or only the one that
             gives the first stage its batches.
         flushes_denormal: whether the user's thread takes denormal numbers for 0, which is a setting
@@ -75,6 +77,7 @@ class Order:
     replica: int | None = None
     assumed: bool = False
     weights_since: int = -1
+    at_once: bool = False
     to_all: bool = True
     flushes_denormal: bool = field(default_factory=flushes_denormal)
 

@@ -5,20 +5,14 @@ What the bytes mean is a matter of the protocol: each has types of its own for w
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
 import os
 import select
-import signal
 import socket
 import struct
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import get_ident
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from penstock.links.local import Aborted
 
@@ -187,43 +181,6 @@ class Wire:
             except BlockingIOError:
                 self._await(self._incoming, timeout, "the rest of a message did not come")
         return bytes(found)
-
-
-# Every message passes here, and what `signal` wraps around these takes ten times as long: it makes
-# numbers of enumerations, and enumerations of numbers.
-_SIGINT = int(signal.SIGINT)
-_handle: Callable[[int, Any], Any] = _signal.signal
-_handler: Callable[[int], Any] = _signal.getsignal
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Inside, a Ctrl-C waits until a message is whole; then the user's own handler is called.
-
-    A second one does not wait. Outside of the main thread, which no signal interrupts, and where
-    the handler is not one of Python's, nothing is done.
-    """
-    theirs = _handler(_SIGINT)
-    if get_ident() != threading.main_thread().ident or not callable(theirs):
-        yield
-        return
-    came: list[FrameType | None] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if came:
-            _handle(_SIGINT, theirs)
-            came.clear()
-            theirs(number, frame)
-        else:
-            came.append(frame)
-
-    _handle(_SIGINT, note)
-    try:
-        yield
-    finally:
-        _handle(_SIGINT, theirs)
-        if came:
-            theirs(signal.SIGINT, came[0])
 
 
 def polling(*fds: int, out: int | None = None) -> select.poll:

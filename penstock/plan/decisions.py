@@ -31,6 +31,16 @@ HALF = ("bfloat16", "float16")
 WORTH_FEWER = 1.02
 """How many times as fast fewer devices have to be to be preferred: a profile has some noise."""
 
+SHORT = 0.05
+"""Steps of one worker that take fewer seconds than this may be as fast with one thread.
+
+The threads of short operations spin as they wait for each other. That takes another core, and is
+slow whenever this core has anything else to do.
+"""
+
+WORTH_THREADS = 1.1
+"""How many times as fast one worker has to be with more threads for them to be used, in `SHORT`."""
+
 Way = Literal["pipeline", "one device", "data parallel"]
 """A kind of plan: with stages, a single worker, or a replica of the whole model on every device."""
 

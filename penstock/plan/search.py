@@ -9,7 +9,7 @@ from msgspec.structs import replace as replace_fields
 
 from penstock.errors import InputError, PlanError
 from penstock.plan.alternatives import alternatives
-from penstock.plan.decisions import WORTH_FEWER, Candidate, fastest_of
+from penstock.plan.decisions import SHORT, WORTH_FEWER, WORTH_THREADS, Candidate, fastest_of
 from penstock.plan.flow import plans_of_flow
 from penstock.plan.layout import Memory
 from penstock.plan.plan import Plan
@@ -196,6 +196,7 @@ def _compared(found: Sequence[Plan], fewer: Sequence[Plan], most: int) -> list[P
     ordered = [*found, *fewer]
     if fewer and (not found or _seconds(found[0]) >= WORTH_FEWER * _seconds(fewer[0])):
         ordered = [*fewer[:1], *sorted([*found, *fewer[1:]], key=_seconds)]
+    ordered = _fewer_threads_first(ordered)
     best = ordered[0]
     every = [candidate for plan in ordered for candidate in plan.considered]
     ways = {candidate.way for candidate in every if not candidate.only_compared}
@@ -214,6 +215,22 @@ def _compared(found: Sequence[Plan], fewer: Sequence[Plan], most: int) -> list[P
     ]
 
 
+def _fewer_threads_first(ordered: Sequence[Plan]) -> list[Plan]:
+    """The same plans; for short steps one worker with fewer threads if more are hardly faster."""
+    best = ordered[0]
+    if _seconds(best) >= SHORT:
+        return list(ordered)
+    enough = [
+        plan
+        for plan in ordered
+        if len(plan.devices) == len(best.devices) == 1
+        and plan.threads < best.threads
+        and _seconds(plan) <= WORTH_THREADS * _seconds(best)
+    ]
+    first = enough[:1]
+    return [*first, *(plan for plan in ordered if plan not in first)]
+
+
 def _compared_with(found: Candidate, best: Plan) -> Candidate:
     """A candidate, with a finding that compares it with the best plan of all kinds.
 
@@ -230,6 +247,8 @@ def _compared_with(found: Candidate, best: Plan) -> Candidate:
         return replace_fields(found, why=f"{seconds / chosen - 1:.1%} slower")
     if found.way == "one device" and len(best.devices) > 1:
         return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, which may be noise")
+    if found.way == "one device" and found.threads > best.threads and len(best.devices) == 1:
+        return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, with more threads")
     if found.only_compared:
         how = "not possible" if best.note else "not asked for"
         return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, and {how}")

@@ -19,6 +19,7 @@ from penstock.devices.choice import threads_per_worker
 from penstock.display.terminal import Progress
 from penstock.errors import InputError, PlanError
 from penstock.plan import Plan
+from penstock.plan.decisions import SHORT
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans_on_any
 from penstock.plan.text import advice, launches
@@ -51,6 +52,10 @@ TOGETHER = 1.25
 This is a factor for the seconds of measuring in all. Each profile also takes time besides them, so
 that together they take about one and a half times as long as one.
 """
+
+
+_SHARE = 0.25
+"""Of the seconds of a profile, those of another one that sees whether one thread is enough."""
 
 
 class Planned(NamedTuple):
@@ -250,9 +255,15 @@ def plan_on_others(of: Replanning) -> Planned:
 
 
 def _planned(plan: Plan, costs: Sequence[Profile]) -> Planned:
-    """A plan, with the one of these profiles that was measured for its number of workers."""
-    fitting = (own for own in costs if len(own.devices) == len(plan.devices))
-    return Planned(plan, next(fitting, costs[0]))
+    """A plan, with the one of these profiles that was measured for its workers and their threads.
+
+    For one worker of several that is a part of theirs.
+    """
+    same = [own for own in costs if own.threads in (plan.threads, 0)] or costs
+    fitting = [own for own in same if len(own.devices) == len(plan.devices)]
+    if not fitting and len(plan.devices) == 1:
+        fitting = [own.alone(plan.devices[0]) for own in same if plan.devices[0] in own.devices]
+    return Planned(plan, (fitting or costs)[0])
 
 
 def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> tuple[Plan | None, float]:
@@ -324,7 +335,8 @@ def plan_for(
         tune: whether the best few plans are measured, and the fastest is kept.
         seconds: about how long to measure; a profile that was measured for `SECONDS` does as well.
         fresh: whether to profile even if the same was profiled before.
-        threads: intra-op threads of each CPU worker; 0 for its share of the cores.
+        threads: intra-op threads of each CPU worker; 0 for its share of the cores, or 1 if there is
+            one worker, and more are hardly faster.
         where: the workers with which links are measured; threads by default.
         progress: as in `Pipeline`.
 
@@ -346,9 +358,32 @@ def plan_for(
         progress=progress,
     )
     if not tune:
-        return _planned(plans_on_any(costs, request, limits=limits)[0], costs)
-    best = plans_on_any(costs, request, TUNED, limits)
-    return _planned(tuned(program, args, kwargs, best, progress=progress)[0][1], costs)
+        best = plans_on_any(costs, request, limits=limits)[0]
+        is_free = len(choices) > 1 and not threads and not request.inference
+        if is_free and _may_need_one_thread(best):
+            costs += profiles_for(
+                program,
+                args,
+                kwargs,
+                choices=[[torch.device("cpu")]],
+                request=request,
+                limits=limits,
+                seconds=_SHARE * seconds,
+                fresh=fresh,
+                threads=1,
+                where=where,
+                progress=progress,
+            )
+            best = plans_on_any(costs, request, limits=limits)[0]
+        return _planned(best, costs)
+    few = plans_on_any(costs, request, TUNED, limits)
+    return _planned(tuned(program, args, kwargs, few, progress=progress)[0][1], costs)
+
+
+def _may_need_one_thread(plan: Plan) -> bool:
+    """Whether one worker with one thread may be as fast as this plan of one with several."""
+    is_short = plan.predicted_step_seconds < SHORT
+    return plan.devices == ("cpu",) and plan.threads > 1 and is_short
 
 
 def profiles_for(

@@ -25,6 +25,7 @@ from penstock.engine.replicas import ONLY, Replica
 from penstock.engine.residents import Residents
 from penstock.engine.stage import Held, Stage
 from penstock.errors import WorkerError, WorkerTimeout
+from penstock.interrupts import is_interrupt
 from penstock.links.casting import Cast
 from penstock.links.link import Sink, Source
 from penstock.links.local import Aborted
@@ -298,6 +299,8 @@ def _run(
             cause, what = error.__cause__ or error, error.what
         else:
             cause = lone_row(cause, [m.sizes[ROWS] for m in order.microbatches]) or cause
+        if is_interrupt(cause):
+            raise cause from cause.__cause__
         raise WorkerError(action.stage, action.microbatch, what, cause, worker) from cause
     finally:
         note(0)

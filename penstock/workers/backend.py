@@ -328,6 +328,7 @@ class Workers(ABC):
         links: how values get from every stage to the next, in words.
         has_gradients: whether passes leave gradients in `.grad` in this process; under torchrun
             those of its own stages.
+        runs_here: whether the calling thread is amid a pass, and so within the user's functions.
         assumes: whether a pass may be sent to them before it is known that the model is unchanged.
         times_sent: how many times changes of the model were sent to them.
         job: an identifier that all processes that run this pipeline have in common, if there are
@@ -337,6 +338,7 @@ class Workers(ABC):
 
     role: Role = Role()
     has_gradients: bool = True
+    runs_here: bool = False
     assumes: bool = False
     times_sent: int = 0
     job: str = ""

@@ -32,7 +32,7 @@ class Gate:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._inside = 0
+        self._inside: dict[int, int] = {}  # by thread, how often it has entered
         self._is_alone = False
         self._scripts = threading.RLock()  # of several threads of the script one is alone
         self._depth = 0
@@ -41,7 +41,8 @@ class Gate:
         with self._lock:
             while self._is_alone:
                 self._changed.wait()
-            self._inside += 1
+            me = threading.get_ident()
+            self._inside[me] = self._inside.get(me, 0) + 1
 
     def __exit__(
         self,
@@ -50,7 +51,17 @@ class Gate:
         traceback: TracebackType | None,
     ) -> None:
         with self._lock:
-            self._inside -= 1
+            me = threading.get_ident()
+            left = self._inside.pop(me, 1) - 1
+            if left:
+                self._inside[me] = left
+            if not self._inside:
+                self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Note that the calling thread is not inside, even if a Ctrl-C came as it left."""
+        with self._lock:
+            self._inside.pop(threading.get_ident(), None)
             if not self._inside:
                 self._changed.notify_all()
 

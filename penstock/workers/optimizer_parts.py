@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import PenstockError, WorkerError
+from penstock.interrupts import is_interrupt
 from penstock.links.local import Aborted
 
 Groups = Sequence[Mapping[str, Any]]
@@ -125,6 +126,8 @@ def _step(worker: int, part: Optimizer) -> None:
     try:
         part.step()
     except BaseException as error:  # a sys.exit() must not end the caller
+        if is_interrupt(error):
+            raise
         raise step_failed(error, worker) from error
 
 

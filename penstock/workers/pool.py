@@ -151,8 +151,13 @@ class Pool(ABC):
             ClosedError: the workers were closed.
             WorkerTimeout: one does not read its job.
         """
+        return self._begin(self._dispatch(self._dispatches), jobs, timeout, whole)
+
+    def _begin(
+        self, current: Dispatch, jobs: Sequence[Job], timeout: float | None, whole: bool
+    ) -> Dispatch:
+        """Give each worker its job of a new dispatch, see `start`."""
         self.check_open()
-        current = self._dispatch(self._dispatches)
         current.timeout, current.whole = timeout, whole
         self._dispatches += 1
         try:

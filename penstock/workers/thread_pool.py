@@ -1,4 +1,9 @@
-"""Workers that are threads of this process: one per device, all on the user's own parameters."""
+"""Workers that are threads of this process: one per device, all on the user's own parameters.
+
+If there is only one, the calling thread may do its job itself. Otherwise the work would move from
+one core to the other and back with every step, where caches are cold and the core has been idle:
+steps of 400 tiny calls take half as long again.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,18 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from penstock.devices.allocator import Mapped, is_on_main_heap, start_on_main_heap
 from penstock.devices.cores import end_idle_threads, use_threads
 from penstock.devices.streams import on
-from penstock.errors import IN_A_FORK
+from penstock.errors import IN_A_FORK, TORN
 from penstock.forks import disown_in_forks
+from penstock.interrupts import is_interrupt, signals_wait
 from penstock.links.local import Aborted
 from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 
@@ -30,7 +37,12 @@ class Waking(Dispatch):
 
     The results do not travel through the queue: a Ctrl-C that arrives just as the queue gives
     something out would lose it. The queue only wakes.
+
+    Attributes:
+        here: whether the calling thread does the job.
     """
+
+    here = False
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__(number)
@@ -68,6 +80,8 @@ class ThreadPool(Pool):
     ) -> None:
         super().__init__(len(devices), _GRACE, reset)
         self._threads_each = threads
+        self._caller: int | None = None  # the thread that does a job itself
+        self._has_idle = False  # whether workers have intra-op threads that wait for an operation
         self._wake = abort
         self._doing = doing
         self._inboxes: list[SimpleQueue[_Order | None]] = [SimpleQueue() for _ in devices]
@@ -104,13 +118,76 @@ class ThreadPool(Pool):
     ) -> Dispatch:
         """Give each worker one more job; those with several threads get the caller's cores."""
         end_idle_threads(self._threads_each)
+        self._has_idle = self._threads_each > 1
         return super().start(jobs, timeout, whole)
+
+    def run_here(self, job: Job) -> Any:
+        """Do a job of the only worker in the calling thread; signals wait until it is done.
+
+        A second Ctrl-C does not wait, and closes the workers.
+
+        Raises:
+            Exception: what the job has raised.
+        """
+        with signals_wait():
+            current = self.start_here(job, whole=True)
+            error = current.results[0].error
+            if error is not None and is_interrupt(error):
+                self._part(f"{type(error).__name__} came as the job was half done: {TORN}")
+            (value,) = self.finish(current)
+        return value
+
+    def start_here(self, job: Job, whole: bool = False) -> Dispatch:
+        """Do a job of the only worker in the calling thread, before this returns.
+
+        Args:
+            job: what is done. No other may be under way.
+            whole: whether the job may not be left half done, see `start`.
+
+        Returns:
+            what `finish` takes.
+        """
+        if self._has_idle:
+            self.run([partial(end_idle_threads, self._threads_each)])
+            self._has_idle = False
+        current = Waking(self._dispatches, 1)
+        current.here = True
+        return self._begin(current, [job], None, whole)
 
     def _dispatch(self, number: int) -> Dispatch:
         return Waking(number, self._count)
 
     def _give(self, worker: int, job: Job, current: Dispatch) -> None:
-        self._inboxes[worker].put((job, current))  # type: ignore[arg-type]
+        if not current.here:  # type: ignore[attr-defined]
+            self._inboxes[worker].put((job, current))  # type: ignore[arg-type]
+            return
+        before = torch.get_num_threads(), torch.is_grad_enabled()
+        try:
+            result = self._done_here(job)
+        finally:  # again, as a Ctrl-C may have come amid the first time
+            self._as_before(*before)
+        current.report(worker, result)  # type: ignore[attr-defined]
+
+    def _done_here(self, job: Job) -> JobResult:
+        """Do a job as a worker does, whatever the script has set in its thread."""
+        before = torch.get_num_threads(), torch.is_grad_enabled()
+        try:
+            self._caller = threading.get_ident()
+            torch.set_num_threads(self._threads_each)
+            with torch.inference_mode(False):
+                return _done(job)
+        finally:
+            self._as_before(*before)
+
+    def _as_before(self, threads: int, grad: bool) -> None:
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(grad)
+        self._caller = None
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is doing a job itself."""
+        return self._caller == threading.get_ident()
 
     def _recall(self, current: Dispatch) -> None:
         for worker in current.waits_for:  # after its job, if it has got that
@@ -129,7 +206,7 @@ class ThreadPool(Pool):
         frames = sys._current_frames()
         found = {}
         for worker in workers:
-            frame = frames.get(self._threads[worker].ident or 0)
+            frame = frames.get(self._caller or self._threads[worker].ident or 0)
             stack = traceback.format_stack(frame)[-_FRAMES:] if frame else []
             found[worker] = "\n".join([self._doing(worker), "".join(stack).rstrip()])
         return found
@@ -175,18 +252,22 @@ def _serve(worker: _Worker, may_give_way: bool = True) -> None:
     with on(worker.device):
         while (order := worker.inbox.get()) is not None:
             job, current = order
-            value, error = None, None
-            try:
-                value = job()
-            except BaseException as raised:
-                error = raised
+            result = _done(job)
             del order, job  # what they hold goes before the result is reported
-            current.report(worker.number, JobResult(value, error))
-            del current, value, error
+            current.report(worker.number, result)
+            del current, result
             if mapped is not None and mapped.after_job():
                 mapped = None
                 if _gives_way(worker):
                     return
+
+
+def _done(job: Job) -> JobResult:
+    """Do a job, whatever it raises."""
+    try:
+        return JobResult(job(), None)
+    except BaseException as error:
+        return JobResult(None, error)
 
 
 def _gives_way(worker: _Worker) -> bool:

@@ -18,7 +18,7 @@ ROOT = Path(penstock.__file__).parent
 LAYERS = [
     [
         *("errors", "display", "units", "forks", "files", "names", "devices", "loading"),
-        "cadence",
+        *("cadence", "interrupts"),
         *("oracle", "porting", "torch_internals"),
     ],
     ["capture"],

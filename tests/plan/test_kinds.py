@@ -134,6 +134,24 @@ def test_limits_of_workers_and_of_models() -> None:
     assert plans(everywhere, Request(), limits=Limits(all_devices=True))[0].replicas == 2
 
 
+@pytest.mark.parametrize(
+    ("a_row", "gain", "threads"),
+    [(1e-5, 1.05, 1), (1e-5, 0.95, 1), (1e-5, 1.2, 2), (1.0, 1.05, 2)],
+)
+def test_short_steps_have_more_threads_only_if_they_help(
+    a_row: float, gain: float, threads: int
+) -> None:
+    """A core that hardly helps is left alone: see `WORTH_THREADS`."""
+    costs = [with_threads(1, 2, a_row / gain), with_threads(1, 1, a_row)]
+    best = plans_on_any(costs, Request())[0]
+    assert (best.way, best.threads) == ("one device", threads)
+    (chosen,) = [c for c in best.considered if c.why == "chosen"]
+    assert chosen.threads == threads
+    if threads == 1 and gain > 1:
+        assert best.considered[0].threads == 2
+        assert best.considered[0].why == f"{1 - 1 / gain:.1%} faster, with more threads"
+
+
 def test_how_many_workers_share_the_cores() -> None:
     """One worker with both cores, or two with one each: whichever is faster."""
     for a_row, kind, threads in ((0.6e-3, "data parallel", 1), (0.4e-3, "one device", 2)):

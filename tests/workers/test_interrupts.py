@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.links.wire import Wire, interrupts_wait
+from penstock.interrupts import interrupts_wait
+from penstock.links.wire import Wire
 from tests.support.models import mlp
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)

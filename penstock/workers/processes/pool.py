@@ -24,10 +24,11 @@ from penstock.board.runs import new_board
 from penstock.cadence import wait_until
 from penstock.errors import BY_USER, IN_A_FORK, InputError, WorkerDied, WorkerTimeout, closed
 from penstock.forks import disown_in_forks
+from penstock.interrupts import interrupts_wait
 from penstock.links.local import Aborted
 from penstock.links.pickling import pack, unpack
 from penstock.links.shared_memory import Borrower, Lender
-from penstock.links.wire import Gone, Wire, interrupts_wait, polling
+from penstock.links.wire import Gone, Wire, polling
 from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
 from penstock.workers.processes.child import COMMAND

@@ -42,6 +42,11 @@ class ThreadBackend(DrivenBackend):
             )
 
     def start(self, plan: Plan, model: nn.Module, timeout: float | None) -> Workers:
-        """Start one thread per device, each with its share of the cores."""
-        seconds = timeout_of(plan, timeout)
-        return ThreadWorkers(plan, self.in_order(plan), self.threads, seconds, gate_of(model))
+        """Start one thread per device, each with its share of the cores.
+
+        If there is only one, on a CPU, and nobody has asked for a `timeout`, the script's own
+        thread runs the passes that it waits for.
+        """
+        devices, seconds = self.in_order(plan), timeout_of(plan, timeout)
+        in_caller = timeout is None and [device.type for device in devices] == ["cpu"]
+        return ThreadWorkers(plan, devices, self.threads, seconds, gate_of(model), in_caller)

@@ -35,6 +35,7 @@ from penstock.errors import InputError
 from penstock.links.local import Aborted, LocalLink
 from penstock.plan import Plan
 from penstock.storage.part import Part
+from penstock.torch_internals import has_function_modes
 from penstock.workers.assembly import Assembly
 from penstock.workers.backend import Workers
 from penstock.workers.gate import BusyError, Gate, busy
@@ -56,6 +57,7 @@ class ThreadWorkers(Workers):
         threads: intra-op threads of each CPU worker.
         timeout: seconds that a pass may take.
         gate: of the model whose modules they run.
+        in_caller: whether the only worker's passes are run by the thread that waits for them.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class ThreadWorkers(Workers):
         threads: int,
         timeout: float,
         gate: Gate,
+        in_caller: bool = False,
     ) -> None:
         self._plan = plan
+        self._in_caller = in_caller
         self.devices = devices
         self._timeout = timeout
         self.ownership = Ownership(plan.placement, plan.replicas, devices)
@@ -174,7 +178,8 @@ class ThreadWorkers(Workers):
             self._handovers[order.number] = handover
             self._ran = self._ran.and_then(order.what != "backward", order.goes_back, count)
             ticket = PassTicket(self.finish, order)
-            ticket.dispatch = self._pool.start(jobs)
+            here = self._in_caller and order.at_once and not has_function_modes()
+            ticket.dispatch = self._pool.start_here(jobs[0]) if here else self._pool.start(jobs)
             return ticket
         except BaseException:
             if self._pool.under_way:  # those before it go on
@@ -184,6 +189,11 @@ class ThreadWorkers(Workers):
             else:
                 self._undo()
             raise
+
+    @property
+    def runs_here(self) -> bool:  # type: ignore[override]
+        """Whether the calling thread is amid a pass, and so within the user's functions."""
+        return self._pool.runs_here
 
     def _may_deal(self, order: Order) -> bool:
         """Whether replicas take the micro-batches of a pass one by one, instead of equal shares.
@@ -284,6 +294,8 @@ class ThreadWorkers(Workers):
 
     def _undo(self) -> None:
         """Put back what passes have changed that did not come to their end."""
+        if self._in_caller:
+            self._gate.leave()
         while self._handovers:
             self._handovers.popitem()[1].back()
         self._dealers.clear()
@@ -359,6 +371,8 @@ class ThreadWorkers(Workers):
         return self._pool.describe(self.recorded)
 
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+        if self._in_caller and not self._pool.under_way:
+            return [self._pool.run_here(job) for job in jobs]
         self._ready = Barrier(len(jobs)) if self._pool.under_way else None
         jobs = [partial(self._after_passes, self._ready, job) for job in jobs]
         return self._together(jobs, self._timeout, whole=True)
