@@ -32,7 +32,7 @@ WORTH_FEWER = 1.02
 """How many times as fast fewer devices have to be to be preferred: a profile has some noise."""
 
 SHORT = 0.05
-"""Steps of one worker that take fewer seconds than this may be as fast with one thread.
+"""Steps that take fewer seconds than this may be as fast on one worker with one thread.
 
 The threads of short operations spin as they wait for each other. That takes another core, and is
 slow whenever this core has anything else to do.

@@ -129,8 +129,12 @@ def _on_any(profiles: Sequence[Profile], request: Request, most: int, limits: Li
     for profile in profiles:
         found += _of_all_kinds(profile, request, most, limits, errors)
     fewer: list[Plan] = []
+    measured = {(own.devices[0], own.threads) for own in profiles if len(own.devices) == 1}
     for profile in () if limits.all_devices else profiles:
-        fewer += _of_one_device(profile, request, most, memory)
+        unknown = [
+            d for d in dict.fromkeys(profile.devices) if (d, profile.threads) not in measured
+        ]
+        fewer += _of_one_device(profile, unknown, request, most, memory)
     if not found and not fewer:
         raise errors[0]
     return _compared(sorted(found, key=_seconds), sorted(fewer, key=_seconds), most)
@@ -171,15 +175,16 @@ def _of_all_kinds(
     return [replace_fields(plan, note=why) for plan in found]
 
 
-def _of_one_device(profile: Profile, request: Request, most: int, memory: Memory) -> list[Plan]:
-    """The best few plans of one device alone of several, where that may be chosen."""
+def _of_one_device(
+    profile: Profile, devices: Sequence[str], request: Request, most: int, memory: Memory
+) -> list[Plan]:
+    """The best few plans of one of these devices alone of several, where that may be chosen."""
     if request.replicas != "auto" or request.asks_for_stages or len(profile.devices) == 1:
         return []
     found: list[Plan] = []
-    different = dict.fromkeys(profile.devices)
-    for device in different:
+    for device in devices:
         with suppress(PlanError):  # it does not fit the memory
-            alone, effort = profile.alone(device), EFFORT / len(different)
+            alone, effort = profile.alone(device), EFFORT / len(devices)
             others = alternatives(alone, memory)
             found += plans_of_stages(alone, request, most, others, effort, memory=memory)
     return found

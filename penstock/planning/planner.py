@@ -54,7 +54,7 @@ that together they take about one and a half times as long as one.
 """
 
 
-_SHARE = 0.25
+_SHARE = 0.5
 """Of the seconds of a profile, those of another one that sees whether one thread is enough."""
 
 
@@ -359,31 +359,28 @@ def plan_for(
     )
     if not tune:
         best = plans_on_any(costs, request, limits=limits)[0]
-        is_free = len(choices) > 1 and not threads and not request.inference
-        if is_free and _may_need_one_thread(best):
-            costs += profiles_for(
+        cpu = [torch.device("cpu")]
+        most = threads_per_worker(cpu) if cpu in choices and not threads else 1
+        is_short = best.predicted_step_seconds < SHORT
+        if len(choices) > 1 and most > 1 and is_short and not request.inference:
+            more = profiles_for(  # in turns, as the machine may be slower now than before
                 program,
                 args,
                 kwargs,
-                choices=[[torch.device("cpu")]],
+                choices=[cpu, cpu],
                 request=request,
                 limits=limits,
                 seconds=_SHARE * seconds,
                 fresh=fresh,
-                threads=1,
+                threads=[most, 1],
                 where=where,
                 progress=progress,
             )
+            costs = [*more, *(own for own in costs if len(own.devices) > 1)]
             best = plans_on_any(costs, request, limits=limits)[0]
         return _planned(best, costs)
     few = plans_on_any(costs, request, TUNED, limits)
     return _planned(tuned(program, args, kwargs, few, progress=progress)[0][1], costs)
-
-
-def _may_need_one_thread(plan: Plan) -> bool:
-    """Whether one worker with one thread may be as fast as this plan of one with several."""
-    is_short = plan.predicted_step_seconds < SHORT
-    return plan.devices == ("cpu",) and plan.threads > 1 and is_short
 
 
 def profiles_for(
@@ -396,33 +393,33 @@ def profiles_for(
     limits: Limits | None = None,
     seconds: float = SECONDS,
     fresh: bool = False,
-    threads: int = 0,
+    threads: int | Sequence[int] = 0,
     where: LinkProbe | None = None,
     progress: Progress | None = None,
 ) -> list[Profile]:
     """A profile for each of the lists of devices on which what is asked for is possible.
 
     Several are measured in turns, together `TOGETHER` times as long as one. The arguments are those
-    of `plan_for`.
+    of `plan_for`; `threads` may be one number for each list.
 
     Raises:
         PlanError: there is none.
         InputError: more micro-batches than rows.
     """
+    given = [threads] * len(choices) if isinstance(threads, int) else threads
     possible: list[Sequence[torch.device]] = []
+    settings: list[tuple[list[str], int]] = []
     errors: list[PlanError] = []
-    for devices in choices:
+    for devices, count in zip(choices, given, strict=True):
         try:
             check_possible(program, request, limits or Limits(), len(devices), len(choices) > 1)
             possible.append(devices)
+            settings.append((list(map(str, devices)), count or threads_per_worker(devices)))
         except PlanError as error:
             errors.append(error)
     if not possible:
         raise errors[0]
     each = 1.0 if len(possible) == 1 else TOGETHER / len(possible)
-    settings = [
-        ([str(device) for device in own], threads or threads_per_worker(own)) for own in possible
-    ]
     costs, _ = cached_profiles(
         program,
         args,

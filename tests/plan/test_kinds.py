@@ -163,6 +163,17 @@ def test_how_many_workers_share_the_cores() -> None:
         assert "threads" in str(found)
 
 
+def test_what_one_worker_takes_alone_is_not_derived_where_it_was_measured() -> None:
+    one, two = with_threads(1, 1, 1e-5), with_threads(2, 1, 1e-5)
+    kind = msgspec.structs.replace(two.kinds["cpu"], contention=(100.0,) * 4)
+    derived = msgspec.structs.replace(two, kinds={"cpu": kind})
+    fastest = plans_on_any([derived], Request())[0].predicted_step_seconds
+    found = plans_on_any([one, derived], Request())[0]
+    alone = [c.seconds for c in found.considered if c.way == "one device"]
+    assert min(alone) > 10 * fastest
+    assert min(alone) == pytest.approx(plans_on_any([one], Request())[0].predicted_step_seconds)
+
+
 def test_more_devices_than_calls() -> None:
     """The tutorial of nn.DataParallel: a model of one layer on eight devices."""
     costs = profile(8)
