@@ -221,11 +221,31 @@ def penstock_cut(
     cuts = ps.plan(costs, num_microbatches=count, schedule=like, replicas=1).cuts
     # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
     changed = {value for call in program.train.calls for value in call.mutates}
-    while any(changed.intersection(program.cuts.boundary(cut)) for cut in cuts):
-        cuts = tuple(cut + 1 for cut in cuts)
+    allowed = [k for k in range(len(program)) if not changed & set(program.cuts.boundary(k))]
+    cuts = behind(cuts, allowed)
     rows = costs.batch_size // count
     halves = schedule in HALVING
     return [Cut(stage.module, rows, halves) for stage in program.stages(cuts, training=True)]
+
+
+def behind(cuts: Sequence[int], allowed: Sequence[int]) -> tuple[int, ...]:
+    """Each cut, or the next place behind it that is allowed and not taken.
+
+    Args:
+        cuts: in order.
+        allowed: the places, in order.
+
+    Raises:
+        ValueError: there is no such place.
+    """
+    found: list[int] = []
+    for cut in cuts:
+        least = max([cut, *(taken + 1 for taken in found)])
+        places = [place for place in allowed if place >= least]
+        if not places:
+            raise ValueError(f"there is no place for a cut behind {cut}")
+        found.append(places[0])
+    return tuple(found)
 
 
 def torch_makes(subject: Subject, costs: ps.Profile) -> tuple[dict[str, Make], dict[str, Make]]:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from penstock.bench import compare
+from penstock.bench.compare import behind
 from penstock.bench.peers.data_parallel import data_parallel, sharded
 from penstock.bench.peers.one_process import one_process
 from penstock.bench.peers.peer import Peer, PeerError, PeerProcesses, Place
@@ -241,3 +242,11 @@ def test_torch_runs_what_penstock_cuts(schedule: str) -> None:
     finally:
         peer.close()
         whole.close()
+
+
+def test_cuts_of_peers_move_behind_what_is_changed_in_place() -> None:
+    allowed = [1, 4, 5, 9]
+    assert behind((1, 5), allowed) == (1, 5)
+    assert behind((2, 3, 5), allowed) == (4, 5, 9)  # each by itself, and none twice
+    with pytest.raises(ValueError, match="behind 9"):
+        behind((8, 9), allowed)
