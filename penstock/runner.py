@@ -325,7 +325,7 @@ class Runner:
             workers.request_stop()
         self.homes = [workers.devices[worker] for worker in plan.placement]
         self.loss_device = self.homes[-1]
-        self.steps.use(workers.board, plan, len(workers.devices))
+        self.steps.use(workers, workers.board, plan)
         self._user.ownership = workers.ownership
         self._lost = set(self._awaiting_backward)
         self._modules = tuple(self._program.model.modules())

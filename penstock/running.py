@@ -307,7 +307,7 @@ class Running:
         plan = replace_fields(plan, note=self.plan.note)
         self.profile, self.runner.plan = profile, plan
         board = self.workers.board
-        self.runner.steps.use(board, plan, len(self.workers.devices))
+        self.runner.steps.use(self.workers, board, plan)
         self.description = replace_fields(
             self.description,
             plan=prediction(plan),

@@ -31,6 +31,7 @@ from penstock.engine.orders import Order
 from penstock.errors import InputError
 from penstock.plan.plan import Plan
 from penstock.training.optimizer import PipelineOptimizer
+from penstock.workers.backend import Workers
 from penstock.workers.optimizer_parts import parameters_of, warn_of_no_gradients
 
 StepHook = Callable[[dict[str, Any]], Any]
@@ -103,6 +104,7 @@ class Steps:
     _board: Board
     _plan: Plan
     _num_workers: int
+    _workers: weakref.ref[Workers]
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
@@ -124,17 +126,18 @@ class Steps:
         self._before_optimizer = 0  # what that was then
         self._used: WeakKeyDictionary[Optimizer, _Used] = WeakKeyDictionary()
 
-    def use(self, board: Board, plan: Plan, num_workers: int) -> None:
+    def use(self, workers: Workers, board: Board, plan: Plan) -> None:
         """Count on this board from now on, and go on where the one before has ended.
 
         Args:
+            workers: that run the passes; they are not kept alive.
             board: where passes are counted.
             plan: by which they run.
-            num_workers: how many there are.
         """
         if hasattr(self, "_board"):
             board.go_on(self._board)
-        self._board, self._plan, self._num_workers = board, plan, num_workers
+        self._workers = weakref.ref(workers)
+        self._board, self._plan, self._num_workers = board, plan, len(workers.devices)
         board.note_begun(self._open[0] if self._open else 0)
         self._ran, self._number, self._tries = [], 0, 0
 
@@ -195,8 +198,11 @@ class Steps:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the thread that runs passes."""
-        return self._thread in (0, threading.get_ident())
+        """Whether this is the thread that runs passes, and it does no worker's job just now."""
+        if self._thread not in (0, threading.get_ident()):
+            return False
+        workers = self._workers()
+        return workers is None or not workers.runs_here
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -491,6 +497,18 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
         a function that ends this.
     """
     known, trained = weakref.ref(steps), weakref.ref(model)
+    verdicts: WeakKeyDictionary[Optimizer, tuple[list[tuple[int, int]], bool]]
+    verdicts = WeakKeyDictionary()
+
+    def trains(own: nn.Module, optimizer: Optimizer) -> bool:
+        """Whether it steps a parameter of the model; looked up again if its groups change."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        groups = [(len(params), id(params[0])) for params in lists if params]
+        before, verdict = verdicts.get(optimizer, ([], False))
+        if before != groups:
+            verdict = _steps_parameters_of(own, optimizer)
+            verdicts[optimizer] = groups, verdict
+        return verdict
 
     @_kept_here
     def begins(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -501,7 +519,7 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
         has_closure = len(args) > 1 or "closure" in kwargs
         if not found.has_trained or has_closure or isinstance(optimizer, PipelineOptimizer):
             return
-        if _steps_parameters_of(own, optimizer):
+        if trains(own, optimizer):
             warn_of_no_gradients([{"params": own.parameters()}])
 
     @_kept_here
@@ -510,7 +528,7 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
         if found is None or own is None or not found.is_here:
             return
         found.exit(OPTIMIZER)
-        if _steps_parameters_of(own, optimizer):
+        if trains(own, optimizer):
             found.has_trained = False
             found.note_used(optimizer)
 

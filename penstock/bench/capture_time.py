@@ -216,6 +216,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hold", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--frozen", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "only")
     tolerate_missing_torchvision_operators()
     chosen = {name: build for name, build in cases().items() if options.only in name}
     if options.hold:

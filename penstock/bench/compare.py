@@ -431,6 +431,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of turns")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "quick")
     if options.quick:
         options.rounds, options.scout = 2, 1
     known = subjects(options.quick)

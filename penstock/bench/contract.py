@@ -263,6 +263,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/exactness"))
     parser.add_argument("--only", nargs="*", help="only these cases, by their functions' names")
     options = parser.parse_args(arguments)
+    if options.only and options.output == parser.get_default("output"):
+        parser.error("--only would leave some cases out of docs/exactness: give --output as well")
     known = {case.name: case for case in CASES}
     unknown = sorted(set(options.only or ()) - known.keys())
     if unknown:

@@ -592,6 +592,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, help="sequences; by default 36, or 8 with --quick")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "quick")
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: a spread needs two rounds at least")
     settings = Settings.quick() if options.quick else Settings(options.rounds)

@@ -190,6 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn")
     parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "models", "quick")
     kind = accelerator()
     if kind is None and not options.devices:
         raise InputError(

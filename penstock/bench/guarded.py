@@ -34,7 +34,7 @@ from penstock.workers.following import Following, Unchanged
 
 WARM_UP = 2
 FIRST = 20  # passes of which each may be audited
-FEWEST = 5  # pairs, however long they take
+FEWEST = 5  # pairs without audits, however long they take
 SAMPLES = 2000
 
 
@@ -64,8 +64,8 @@ def cost(
 
     Args:
         subject: what is trained.
-        seconds: how long to train; at least `FEWEST` pairs of steps are run.
-        most: the largest number of pairs.
+        seconds: how long to train; it goes on until there are `FEWEST` pairs without audits.
+        most: the largest number of pairs, of which there may be too few without audits.
         workers: the kind of workers.
         known: the model, the program and the plan of an earlier call, which are used again; the
             first call adds them.
@@ -87,8 +87,8 @@ def cost(
                 return time.perf_counter() - begun
 
         end, audited = time.perf_counter() + seconds, 0.0
-        while len(spent["with"]) < most and (
-            time.perf_counter() < end or len(spent["with"]) < FEWEST
+        while spent["audit"][WARM_UP:].count(0.0) < FEWEST or (
+            len(spent["with"]) < most and time.perf_counter() < end
         ):
             for name in random.sample(["with", "without"], 2):
                 spent[name].append(step(name))
@@ -132,6 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "models", "workers", "quick")
     found = []
     for name in options.models.split(","):
         known: dict[str, Any] = {}

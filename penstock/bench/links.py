@@ -339,6 +339,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="two sizes, few rounds")
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "quick")
     sizes, rounds = (QUICK_SIZES, 2) if options.quick else (SIZES, options.rounds)
     links = measure_links(sizes, rounds, options.quick)
     print(*show_links(links), sep="\n")

@@ -122,6 +122,22 @@ def parser(name: str, doc: str | None) -> ArgumentParser:
     return made
 
 
+def check_whole(parser: ArgumentParser, options: Namespace, *names: str) -> None:
+    """End with an error if only a part is to be recorded, as docs/data has all of it in one file.
+
+    Args:
+        parser: of the benchmark.
+        options: what it has parsed.
+        *names: the options that choose a part, or smaller models; with their defaults all is run.
+    """
+    chosen = [f"--{n}" for n in names if getattr(options, n) != parser.get_default(n)]
+    if options.record and chosen:
+        parser.error(
+            f"--record replaces all that is in docs/data for this benchmark: leave out "
+            f"{' and '.join(chosen)}, or write to a file with --json"
+        )
+
+
 def save(name: str, report: dict[str, Any], options: Namespace) -> dict[str, Any]:
     """Write a report where the options say; returns it with its origin."""
     whole = {**origin(), **report}
@@ -150,6 +166,17 @@ def save_models(
 
 def main(arguments: Sequence[str]) -> int:
     """Copy a report to docs/data, with its origin, or that of this checkout if it has none."""
-    path, name = arguments
-    save(name, json.loads(Path(path).read_text()), Namespace(json=None, record=True))
+    parser = ArgumentParser(
+        "python -m penstock.bench record",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, help="what penstock bench --json has written")
+    parser.add_argument("name", help="of the file in docs/data, without .json")
+    given = parser.parse_args(arguments)
+    try:
+        report = json.loads(given.file.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"{given.file} cannot be read as JSON: {error}")
+    save(given.name, report, Namespace(json=None, record=True))
     return 0

@@ -210,6 +210,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="models whose names contain this")
     parser.add_argument("--one", help="train this model here, and print what was found as JSON")
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "only")
     if options.one:
         print(json.dumps(measured(options.one)))
         return 0

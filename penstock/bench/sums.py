@@ -237,6 +237,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="three rounds, one size of buckets")
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "models", "quick")
     tried = (DataParallelSettings.quick if options.quick else DataParallelSettings.full)(None)
     if options.quick:
         options.rounds = 3

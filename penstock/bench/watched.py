@@ -246,6 +246,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", default="threads,processes")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
     options = parser.parse_args(arguments)
+    record.check_whole(parser, options, "models", "workers")
     found = []
     for name in options.models.split(","):
         for workers in options.workers.split(","):

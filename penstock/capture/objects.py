@@ -370,7 +370,7 @@ def _is_kept(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         plain = value.flags.writeable and not value.dtype.hasobject
         return bool(plain and value.nbytes <= _ARRAY_BYTES)
-    return len(value) <= _ARRAY_BYTES
+    return len(value) * getattr(value, "itemsize", 1) <= _ARRAY_BYTES
 
 
 def _parts(value: object) -> list[Any]:

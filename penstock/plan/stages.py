@@ -41,6 +41,7 @@ EFFORT = 1_500_000.0
 """How many actions are simulated in a search: a second or two."""
 
 _EQUAL = 1.002  # predictions closer than this say nothing
+_WORTH_PARTS = 1.05  # how many times as fast more micro-batches have to be on a single device
 _REFINED = 3  # of the fastest options
 _FITTED = 2  # of the fastest options
 _BUDGET = 40  # rules that are tried for each
@@ -423,11 +424,15 @@ def _against(found: Candidate, chosen: Option) -> Candidate:
 def _ordered(options: Sequence[Option]) -> list[Option]:
     """The fastest first; among those that are as fast, the one that is preferred.
 
-    One for every schedule and count: a fit may have ended with a schedule that was there before.
+    A single device does the same work with any number of micro-batches, so that small differences
+    are noise of the profile, and fewer are preferred. There is one for every schedule and count: a
+    fit may have ended with a schedule that was there before.
     """
-    best = min(option.seconds for option in options)
-    equal = sorted((o for o in options if o.seconds <= best * _EQUAL), key=lambda o: o.rank)
-    rest = sorted((o for o in options if o.seconds > best * _EQUAL), key=lambda o: o.seconds)
+    alone = all(len(option.layout.profile.devices) == 1 for option in options)
+    near = min(option.seconds for option in options) * (_WORTH_PARTS if alone else _EQUAL)
+    equal = [option for option in options if option.seconds <= near]
+    equal.sort(key=lambda o: (o.layout.count if alone else 0, o.rank))
+    rest = sorted((o for o in options if o.seconds > near), key=lambda o: o.seconds)
     first: dict[tuple[str, int], Option] = {}
     for option in [*equal, *rest]:
         first.setdefault((option.name, option.layout.count), option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.bench import record, tables
+from penstock.bench import contract, record, tables
 from penstock.bench.scouting import fastest, scout, tries
 
 ORIGIN = {
@@ -280,3 +281,38 @@ def test_scouting_stops_where_more_microbatches_are_slower() -> None:
     found = scout({f"m={m}, 1F1B": lambda: recipe for m in (2, 4, 8, 16)}, 2, lambda _: None)
     assert found["m=16, 1F1B"] == "left out: m=8, 1F1B was slower than m=2, 1F1B"
     assert [len(found[f"m={m}, 1F1B"]) for m in (2, 4, 8)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "named"),
+    [
+        ("guarded", ["--models", "gpt", "--workers", "threads"], "--models and --workers"),
+        ("small", ["--only", "vit"], "--only"),
+        ("links", ["--quick"], "--quick"),
+    ],
+)
+def test_a_part_is_not_recorded_as_the_whole(
+    module: str, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = importlib.import_module(f"penstock.bench.{module}")
+    with pytest.raises(SystemExit):
+        benchmark.main([*arguments, "--record"])
+    assert f"leave out {named}, or write to a file" in capsys.readouterr().err
+
+
+def test_some_cases_do_not_replace_the_table_of_exactness(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        contract.main(["--only", "linear"])
+    assert "give --output as well" in capsys.readouterr().err
+
+
+def test_what_cannot_be_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        ([], "required: file, name"),
+        ([str(tmp_path / "none.json"), "bench"], "cannot be read as JSON"),
+    ):
+        with pytest.raises(SystemExit):
+            record.main(arguments)
+        assert said in capsys.readouterr().err

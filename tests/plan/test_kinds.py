@@ -174,6 +174,19 @@ def test_what_one_worker_takes_alone_is_not_derived_where_it_was_measured() -> N
     assert min(alone) == pytest.approx(plans_on_any([one], Request())[0].predicted_step_seconds)
 
 
+@pytest.mark.parametrize(("gain", "count"), [(1.03, 1), (1.08, 2)])
+def test_a_single_device_splits_a_batch_only_if_that_helps(gain: float, count: int) -> None:
+    """Half the rows take a little less than half the time: that may be noise of the profile."""
+    costs = with_threads(1, 1, 1e-3)
+    kind = costs.kinds["cpu"]
+    slow = {"forward": kind.forward, "backward": kind.backward}
+    slow = {k: (*v[:-1], tuple(gain * s for s in v[-1])) for k, v in slow.items()}
+    costs = msgspec.structs.replace(
+        costs, batch_size=8, kinds={"cpu": msgspec.structs.replace(kind, **slow)}
+    )
+    assert plans_on_any([costs], Request())[0].num_microbatches == count
+
+
 def test_more_devices_than_calls() -> None:
     """The tutorial of nn.DataParallel: a model of one layer on eight devices."""
     costs = profile(8)

@@ -242,6 +242,49 @@ def test_a_second_ctrl_c_does_not_wait_and_nobody_goes_on_with_half_a_step() -> 
             step(pipe)
 
 
+def test_the_part_of_an_optimizer_is_not_noted_as_one() -> None:
+    """A step of an optimizer that does nothing is warned about once, and saved ones are its own."""
+    model, _ = noting()
+    with pipeline(model) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        step(pipe)
+        optimizer.step()
+        assert list(pipe._running.runner.steps._used) == [optimizer]
+        step(pipe)
+        optimizer.zero_grad()
+        with pytest.warns(UserWarning, match="finds no gradient") as said:
+            optimizer.step()
+        assert len(said) == 1
+
+
+def test_steps_do_not_look_through_the_models_of_other_pipelines() -> None:
+    class Counting(nn.Module):
+        looked = 0
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            Counting.looked += 1
+            return super().named_modules(*args, **kwargs)
+
+    other, (model, _) = Counting(mlp(4, 8, 4)), noting()
+    with ps.Pipeline(other, (X,), devices=["cpu"], num_microbatches=2), pipeline(model) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            step(pipe)
+            optimizer.step()
+        Counting.looked = 0
+        for _ in range(5):
+            step(pipe)
+            optimizer.step()
+        assert Counting.looked == 0
+
+
 @pytest.mark.parametrize("inner", ["call", "step", "optimizer", "state", "save", "close"])
 def test_the_pipeline_is_not_used_from_within_its_own_pass(inner: str, tmp_path: Path) -> None:
     model, first = noting()
