@@ -7,7 +7,7 @@ import inspect
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from threading import get_ident
@@ -73,10 +73,27 @@ def signals_wait() -> Iterator[None]:
                 _handle(number, note)
             yield
         finally:
-            for number, handler in theirs.items():
-                _handle(number, handler)
-            for number, frame in came:
-                theirs[number](number, frame)
+            try:
+                _have(theirs)
+            finally:  # again, as a second Ctrl-C may have come amid the first time
+                _have(theirs)
+                _deliver(theirs, came)
+
+
+def _have(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        _handle(number, handler)
+
+
+def _deliver(handlers: Mapping[int, Any], came: list[tuple[int, FrameType | None]]) -> None:
+    """Call the handlers of the signals that came, each of them even if one before it raises."""
+    while came:
+        number, frame = came.pop(0)
+        try:
+            handlers[number](number, frame)
+        except BaseException:
+            _deliver(handlers, came)
+            raise
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -154,10 +154,11 @@ class Pipeline:
         timeout: seconds that a step may take. `None` means fifty times the predicted step, but at
             least a minute, as first steps are slower; with `compile`, ten minutes. The only worker
             on a CPU has no limit then, except in `map` and sessions, as the script's own thread
-            runs its steps and calls. Under torchrun
-            this includes the wait for other ranks, and `None` means at least ten minutes.
+            runs its steps and calls. Under torchrun this includes the wait for other ranks, and
+            `None` means at least ten minutes.
         threads_per_worker: intra-op threads of each CPU worker; the bits of results depend on their
-            number. By default the worker's share of the cores. Give a number if the number of
+            number. By default the worker's share of the cores, or 1 if `devices` is left out, steps
+            are short, and one worker with one thread is the fastest. Give a number if the number of
             workers may change.
         allocator: `"keep"` makes the process keep freed memory for the next step, which is faster
             on CPUs; `"system"` does not change the C library's settings.

@@ -497,17 +497,17 @@ def note_optimizers(steps: Steps, model: nn.Module) -> Callable[[], None]:
         a function that ends this.
     """
     known, trained = weakref.ref(steps), weakref.ref(model)
-    verdicts: WeakKeyDictionary[Optimizer, tuple[list[tuple[int, int]], bool]]
+    verdicts: WeakKeyDictionary[Optimizer, tuple[list[int], bool]]
     verdicts = WeakKeyDictionary()
 
     def trains(own: nn.Module, optimizer: Optimizer) -> bool:
-        """Whether it steps a parameter of the model; looked up again if its groups change."""
-        lists = [group["params"] for group in optimizer.param_groups]
-        groups = [(len(params), id(params[0])) for params in lists if params]
+        """Whether it steps a parameter of the model; looked up again if its own are others."""
+        stepped = [id(parameter) for parameter in parameters_of(optimizer)]
+        stepped.append(id(next(own.parameters(), None)))
         before, verdict = verdicts.get(optimizer, ([], False))
-        if before != groups:
+        if before != stepped:
             verdict = _steps_parameters_of(own, optimizer)
-            verdicts[optimizer] = groups, verdict
+            verdicts[optimizer] = stepped, verdict
         return verdict
 
     @_kept_here

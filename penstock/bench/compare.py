@@ -221,7 +221,8 @@ def penstock_cut(
     cuts = ps.plan(costs, num_microbatches=count, schedule=like, replicas=1).cuts
     # torch's pipeline cannot change in place what enters a stage, so the cut moves behind that.
     changed = {value for call in program.train.calls for value in call.mutates}
-    allowed = [k for k in range(len(program)) if not changed & set(program.cuts.boundary(k))]
+    free = [k for k in range(len(program)) if k not in program.cuts.reasons]
+    allowed = [k for k in free if not changed.intersection(program.cuts.boundary(k))]
     cuts = behind(cuts, allowed)
     rows = costs.batch_size // count
     halves = schedule in HALVING

@@ -65,7 +65,7 @@ def cost(
     Args:
         subject: what is trained.
         seconds: how long to train; it goes on until there are `FEWEST` pairs without audits.
-        most: the largest number of pairs, of which there may be too few without audits.
+        most: the largest number of pairs, unless more are needed for `FEWEST` without audits.
         workers: the kind of workers.
         known: the model, the program and the plan of an earlier call, which are used again; the
             first call adds them.

@@ -178,5 +178,7 @@ def main(arguments: Sequence[str]) -> int:
         report = json.loads(given.file.read_text())
     except (OSError, ValueError) as error:
         parser.error(f"{given.file} cannot be read as JSON: {error}")
+    if not isinstance(report, dict):
+        parser.error(f"{given.file} has no report: it is a JSON {type(report).__name__}")
     save(given.name, report, Namespace(json=None, record=True))
     return 0

@@ -225,7 +225,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--quick", action="store_true", help="two workers, six micro-batches")
     options = parser.parse_args(arguments)
-    record.check_whole(parser, options, "workers", "quick")
+    record.check_whole(parser, options, "workers", "schedules", "microbatches", "quick")
     if options.quick:
         options.workers, options.microbatches, options.rounds = 2, 6, 2
     results = []

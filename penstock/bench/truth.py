@@ -301,7 +301,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--schedules", default=",".join(SCHEDULED), help="names, or all")
     parser.add_argument("--turns", type=int, default=TURNS)
     options = parser.parse_args(arguments)
-    record.check_whole(parser, options, "models")
+    record.check_whole(parser, options, "models", "counts", "schedules")
     keep_freed_memory()  # as pipelines do
     counts = [int(count) for count in options.counts.split(",")]
     schedules = list(SCHEDULES) if options.schedules == "all" else options.schedules.split(",")

@@ -154,7 +154,7 @@ def _planned(
     from penstock.display.progress import callback
     from penstock.plan.request import Limits
     from penstock.plan.search import plans_on_any
-    from penstock.planning.planner import TUNED, limits_of, profiles_for, tuned
+    from penstock.planning.planner import TUNED, limits_of, profiles_of_choices, tuned
     from penstock.workers.kinds import measuring
 
     hardware = described_hardware(devices)
@@ -176,7 +176,7 @@ def _planned(
             program.check_stages(count // (1 if request.replicas == "auto" else request.replicas))
             measure = replace(request, cuts=None, replicas=1)  # others are for what is described
             limits = Limits(all_devices=True, in_one_memory=False)
-        costs = profiles_for(
+        costs = profiles_of_choices(
             program,
             choices=backend.choices,
             request=measure,

@@ -29,6 +29,9 @@ STAGES_PER_WORKER = 2
 UNLIKELY = 1.3
 """What is estimated to take so many times as long is not expected to turn out faster."""
 
+EQUAL = 1.002
+"""Predictions that are closer than this say nothing."""
+
 _FILLS = (0.5, 1.0, 0.0)
 
 
@@ -151,6 +154,8 @@ class Option:
         """This option as it is listed in the plan for which `chosen` was chosen."""
         excess = self.seconds / chosen.seconds - 1
         slower = f"{excess:.1%} slower" if excess > 0 else "as fast, but holds or launches more"
+        if excess < 1 / EQUAL - 1:
+            slower = f"{-excess:.1%} faster, which may be noise"
         return Candidate(
             way="pipeline" if len(self.stretches) > 1 else "one device",
             schedule=self.name,

@@ -250,10 +250,10 @@ def _compared_with(found: Candidate, best: Plan) -> Candidate:
         return found
     if seconds > chosen:
         return replace_fields(found, why=f"{seconds / chosen - 1:.1%} slower")
-    if found.way == "one device" and len(best.devices) > 1:
-        return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, which may be noise")
-    if found.way == "one device" and found.threads > best.threads and len(best.devices) == 1:
-        return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, with more threads")
+    if found.way == "one device":
+        has_more = len(best.devices) == 1 and found.threads > best.threads
+        reason = "with more threads" if has_more else "which may be noise"
+        return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, {reason}")
     if found.only_compared:
         how = "not possible" if best.note else "not asked for"
         return replace_fields(found, why=f"{1 - seconds / chosen:.1%} faster, and {how}")

@@ -19,6 +19,7 @@ from msgspec.structs import replace as replace_fields
 
 from penstock.errors import PlanError
 from penstock.plan.candidates import (
+    EQUAL,
     PREFERENCE,
     STAGES_PER_WORKER,
     UNLIKELY,
@@ -40,7 +41,6 @@ from penstock.units import show_bytes
 EFFORT = 1_500_000.0
 """How many actions are simulated in a search: a second or two."""
 
-_EQUAL = 1.002  # predictions closer than this say nothing
 _WORTH_PARTS = 1.05  # how many times as fast more micro-batches have to be on a single device
 _REFINED = 3  # of the fastest options
 _FITTED = 2  # of the fastest options
@@ -428,11 +428,16 @@ def _ordered(options: Sequence[Option]) -> list[Option]:
     are noise of the profile, and fewer are preferred. There is one for every schedule and count: a
     fit may have ended with a schedule that was there before.
     """
-    alone = all(len(option.layout.profile.devices) == 1 for option in options)
-    near = min(option.seconds for option in options) * (_WORTH_PARTS if alone else _EQUAL)
-    equal = [option for option in options if option.seconds <= near]
-    equal.sort(key=lambda o: (o.layout.count if alone else 0, o.rank))
-    rest = sorted((o for o in options if o.seconds > near), key=lambda o: o.seconds)
+    best = min(option.seconds for option in options)
+    if all(len(option.layout.profile.devices) == 1 for option in options):
+        near = [option for option in options if option.seconds <= best * _WORTH_PARTS]
+        fewest = min(option.layout.count for option in near)
+        best = min(option.seconds for option in near if option.layout.count == fewest)
+        equal = [o for o in near if o.layout.count == fewest and o.seconds <= best * EQUAL]
+    else:
+        equal = [option for option in options if option.seconds <= best * EQUAL]
+    equal.sort(key=lambda option: option.rank)
+    rest = sorted(options, key=lambda option: option.seconds)
     first: dict[tuple[str, int], Option] = {}
     for option in [*equal, *rest]:
         first.setdefault((option.name, option.layout.count), option)

@@ -263,7 +263,7 @@ def _planned(plan: Plan, costs: Sequence[Profile]) -> Planned:
     fitting = [own for own in same if len(own.devices) == len(plan.devices)]
     if not fitting and len(plan.devices) == 1:
         fitting = [own.alone(plan.devices[0]) for own in same if plan.devices[0] in own.devices]
-    return Planned(plan, (fitting or costs)[0])
+    return Planned(plan, (fitting or same)[0])
 
 
 def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> tuple[Plan | None, float]:
@@ -344,7 +344,7 @@ def plan_for(
         PlanError: the program cannot be cut so.
         InputError: more micro-batches than rows.
     """
-    costs = profiles_for(
+    costs = profiles_of_choices(
         program,
         args,
         kwargs,
@@ -358,29 +358,61 @@ def plan_for(
         progress=progress,
     )
     if not tune:
-        best = plans_on_any(costs, request, limits=limits)[0]
-        cpu = [torch.device("cpu")]
-        most = threads_per_worker(cpu) if cpu in choices and not threads else 1
-        is_short = best.predicted_step_seconds < SHORT
-        if len(choices) > 1 and most > 1 and is_short and not request.inference:
-            more = profiles_for(  # in turns, as the machine may be slower now than before
-                program,
-                args,
-                kwargs,
-                choices=[cpu, cpu],
-                request=request,
-                limits=limits,
-                seconds=_SHARE * seconds,
-                fresh=fresh,
-                threads=[most, 1],
-                where=where,
-                progress=progress,
-            )
-            costs = [*more, *(own for own in costs if len(own.devices) > 1)]
-            best = plans_on_any(costs, request, limits=limits)[0]
-        return _planned(best, costs)
+        return _planned(plans_on_any(costs, request, limits=limits)[0], costs)
     few = plans_on_any(costs, request, TUNED, limits)
     return _planned(tuned(program, args, kwargs, few, progress=progress)[0][1], costs)
+
+
+def profiles_of_choices(
+    program: Program,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    choices: Sequence[Sequence[torch.device]],
+    request: Request,
+    limits: Limits | None = None,
+    seconds: float = SECONDS,
+    fresh: bool = False,
+    threads: int = 0,
+    where: LinkProbe | None = None,
+    progress: Progress | None = None,
+) -> list[Profile]:
+    """The profiles among which a plan is chosen.
+
+    If steps are short, there is one of a single worker with one thread, too, unless the number is
+    given. It is measured in turns with that of one worker with all threads, which replaces the
+    earlier one, as the machine may be slower or faster by then. The arguments are those of
+    `plan_for`.
+
+    Raises:
+        PlanError: what is asked for is not possible on any of the lists.
+        InputError: more micro-batches than rows.
+    """
+    shared: dict[str, Any] = {
+        "request": request,
+        "limits": limits,
+        "fresh": fresh,
+        "where": where,
+        "progress": progress,
+    }
+    costs = profiles_for(
+        program, args, kwargs, choices=choices, seconds=seconds, threads=threads, **shared
+    )
+    cpu = [torch.device("cpu")]
+    most = threads_per_worker(cpu) if cpu in choices and not threads else 1
+    if len(choices) < 2 or most < 2 or request.inference:
+        return costs
+    best = plans_on_any(costs, request, limits=limits)[0]
+    if best.predicted_step_seconds >= SHORT:
+        return costs
+    pair = profiles_for(
+        *(program, args, kwargs),
+        choices=[cpu, cpu],
+        seconds=_SHARE * seconds,
+        threads=[most, 1],
+        **shared,
+    )
+    return [*pair, *(own for own in costs if len(own.devices) > 1)]
 
 
 def profiles_for(

@@ -30,7 +30,7 @@ from penstock.runner import Runner, Started
 from penstock.workers.backend import timeout_of
 from penstock.workers.gate import gate_of
 from penstock.workers.placement import place
-from penstock.workers.threads.workers import ThreadWorkers
+from penstock.workers.threads.workers import ThreadWorkers, runs_in_caller
 
 _ROUNDS = 2
 _WARM_UPS, _STEPS = 2, 3  # of a plan in a row
@@ -95,7 +95,8 @@ def _times(program: Program, leaves: Sequence[Any], plan: Plan) -> list[float]:
     place(program, plan.cuts, [devices[worker] for worker in plan.placement])
     timeout = timeout_of(plan, None)
     threads = plan.threads or threads_per_worker(devices)
-    workers = ThreadWorkers(plan, devices, threads, timeout, gate_of(program.model))
+    gate, in_caller = gate_of(program.model), runs_in_caller(devices)
+    workers = ThreadWorkers(plan, devices, threads, timeout, gate, in_caller)
     runner = Runner(program, plan, workers)
     batch = Batch.split(program.signatures.inputs(leaves), plan.num_microbatches)
     with closing(runner):

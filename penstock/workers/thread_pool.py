@@ -116,7 +116,7 @@ class ThreadPool(Pool):
     def start(
         self, jobs: Sequence[Job], timeout: float | None = None, whole: bool = False
     ) -> Dispatch:
-        """Give each worker one more job; those with several threads get the caller's cores."""
+        """Give each worker one more job; the caller's idle intra-op threads end first."""
         end_idle_threads(self._threads_each)
         self._has_idle = self._threads_each > 1
         return super().start(jobs, timeout, whole)

@@ -60,15 +60,36 @@ def test_they_end_and_come_back_with_the_next_operation() -> None:
 
 
 def test_a_pass_ends_those_of_the_script() -> None:
+    """With a timeout, another thread runs the pass."""
+
     def body() -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-        with ps.Pipeline(model, (X,), devices=["cpu"], audit=None) as pipe:
+        with ps.Pipeline(model, (X,), devices=["cpu"], audit=None, timeout=60.0) as pipe:
             pipe.train_step(X, target=X, loss_fn=F.mse_loss)
             before = threads_now()
             compute()
             assert len(threads_now() - before) == 1
             pipe.train_step(X, target=X, loss_fn=F.mse_loss)
             assert are_gone(since=before)
+
+    with_two_threads(body)
+
+
+def test_a_pass_of_the_script_s_own_thread_ends_those_of_the_worker() -> None:
+    x = torch.randn(8192, 64)  # its operations are divided
+
+    def body() -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        options = {"devices": ["cpu"], "num_microbatches": 1, "threads_per_worker": 2}
+        with ps.Pipeline(model, (x,), audit=None, **options) as pipe, torch.no_grad():
+            pipe(x)
+            before = threads_now()
+            list(pipe.map([x]))
+            of_worker = threads_now() - before
+            assert of_worker
+            pipe(x)
+            own = threads_now() - of_worker
+            assert are_gone(since=own)
 
     with_two_threads(body)
 

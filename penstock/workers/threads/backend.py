@@ -10,7 +10,7 @@ from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Workers, timeout_of
 from penstock.workers.gate import gate_of
 from penstock.workers.thread_probe import ThreadProbe
-from penstock.workers.threads.workers import ThreadWorkers
+from penstock.workers.threads.workers import ThreadWorkers, runs_in_caller
 
 
 class ThreadBackend(DrivenBackend):
@@ -48,5 +48,5 @@ class ThreadBackend(DrivenBackend):
         thread runs the passes that it waits for.
         """
         devices, seconds = self.in_order(plan), timeout_of(plan, timeout)
-        in_caller = timeout is None and [device.type for device in devices] == ["cpu"]
+        in_caller = timeout is None and runs_in_caller(devices)
         return ThreadWorkers(plan, devices, self.threads, seconds, gate_of(model), in_caller)

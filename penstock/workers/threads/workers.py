@@ -371,7 +371,7 @@ class ThreadWorkers(Workers):
         return self._pool.describe(self.recorded)
 
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-        if self._in_caller and not self._pool.under_way:
+        if self._in_caller and not self._pool.under_way and not has_function_modes():
             return [self._pool.run_here(job) for job in jobs]
         self._ready = Barrier(len(jobs)) if self._pool.under_way else None
         jobs = [partial(self._after_passes, self._ready, job) for job in jobs]
@@ -435,6 +435,11 @@ class ThreadWorkers(Workers):
 
     def _doing(self, worker: int) -> str:
         return str(Activity.of(self.board.records[worker].code))
+
+
+def runs_in_caller(devices: Sequence[torch.device]) -> bool:
+    """Whether the thread that waits for a pass may run it: there is one worker, on a CPU."""
+    return [device.type for device in devices] == ["cpu"]
 
 
 def _twins(devices: Sequence[torch.device], count: int) -> dict[int, Twins]:
