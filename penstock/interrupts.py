@@ -7,7 +7,7 @@ import inspect
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from threading import get_ident
@@ -81,19 +81,19 @@ def signals_wait() -> Iterator[None]:
 
 
 def _have(handlers: Mapping[int, Any]) -> None:
+    """Have signals, by number, call these handlers."""
     for number, handler in handlers.items():
         _handle(number, handler)
 
 
-def _deliver(handlers: Mapping[int, Any], came: list[tuple[int, FrameType | None]]) -> None:
+def _deliver(handlers: Mapping[int, Any], came: Sequence[tuple[int, FrameType | None]]) -> None:
     """Call the handlers of the signals that came, each of them even if one before it raises."""
-    while came:
-        number, frame = came.pop(0)
+    if came:
+        number, frame = came[0]
         try:
             handlers[number](number, frame)
-        except BaseException:
-            _deliver(handlers, came)
-            raise
+        finally:
+            _deliver(handlers, came[1:])
 
 
 def is_interrupt(error: BaseException) -> bool:

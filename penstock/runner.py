@@ -325,7 +325,7 @@ class Runner:
             workers.request_stop()
         self.homes = [workers.devices[worker] for worker in plan.placement]
         self.loss_device = self.homes[-1]
-        self.steps.use(workers, workers.board, plan)
+        self.steps.use(workers, plan)
         self._user.ownership = workers.ownership
         self._lost = set(self._awaiting_backward)
         self._modules = tuple(self._program.model.modules())
@@ -628,7 +628,8 @@ class Runner:
         """Send all workers a pass; returns what `finish` needs.
 
         Raises:
-            InputError: another thread has started passes that are not finished.
+            InputError: another thread has started passes that are not finished, or this thread is
+                amid a pass.
         """
         self._check_outside()
         self._user.enter(*self._effects(order))

@@ -306,15 +306,14 @@ class Running:
             return
         plan = replace_fields(plan, note=self.plan.note)
         self.profile, self.runner.plan = profile, plan
-        board = self.workers.board
-        self.runner.steps.use(self.workers, board, plan)
+        self.runner.steps.use(self.workers, plan)
         self.description = replace_fields(
             self.description,
             plan=prediction(plan),
             predicted_seconds=plan.predicted_step_seconds,
             bound_seconds=plan.bound_seconds,
         )
-        publish(board, self.description)
+        publish(self.workers.board, self.description)
         self.runner.steps.kept.go_on(self.about(), profile)
         self.runner.steps.kept.happened(f"measured again, and the plan stays: {plan.summary}")
 

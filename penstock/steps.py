@@ -126,14 +126,14 @@ class Steps:
         self._before_optimizer = 0  # what that was then
         self._used: WeakKeyDictionary[Optimizer, _Used] = WeakKeyDictionary()
 
-    def use(self, workers: Workers, board: Board, plan: Plan) -> None:
-        """Count on this board from now on, and go on where the one before has ended.
+    def use(self, workers: Workers, plan: Plan) -> None:
+        """Count on these workers' board from now on, and go on where the one before has ended.
 
         Args:
             workers: that run the passes; they are not kept alive.
-            board: where passes are counted.
             plan: by which they run.
         """
+        board = workers.board
         if hasattr(self, "_board"):
             board.go_on(self._board)
         self._workers = weakref.ref(workers)

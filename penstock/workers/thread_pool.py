@@ -180,6 +180,7 @@ class ThreadPool(Pool):
             self._as_before(*before)
 
     def _as_before(self, threads: int, grad: bool) -> None:
+        """Give the calling thread these settings of the script's again."""
         torch.set_num_threads(threads)
         torch.set_grad_enabled(grad)
         self._caller = None
