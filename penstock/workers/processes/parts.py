@@ -42,7 +42,8 @@ class Access:
     Attributes:
         places: the place of every worker in its replica.
         shared: the tensors that they share.
-        run: runs one job on each worker; if its second argument is true, all of them or none.
+        run: runs one job on each worker; if its second argument is true, all of them or none. Calls
+            `meanwhile` when they have begun, or could not begin.
         ready: raises if the workers are gone, or would update memory that the model has left.
         ran: returns how many micro-batches were given to replicas so far.
         grant: sends a worker a file descriptor; returns the number under which it has it.
@@ -106,11 +107,12 @@ class RemoteParts:
         except BaseException:
             shared.resend()  # what was to be sent to them is lost
             raise
-        try:
-            return self._access.run([steps[place] for place in places], True)
-        finally:  # some may have, whatever happened
+
+        def note() -> None:
             for place, owned in zip(places, self._owners, strict=True):
                 shared.stepped(place, owned)
+
+        return self._access.run([steps[place] for place in places], True, meanwhile=note)
 
     def fetch(self, state: State) -> None:
         """Bring what the parts remember here."""

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from penstock.devices.kinds import kind_of
 from penstock.errors import InputError
 from penstock.links.segment import Segment, TensorPlace, alone, fill, place_of
 from penstock.links.shared_memory import Slots
-from penstock.torch_internals import storage_uses
+from penstock.torch_internals import StorageUses
 from penstock.workers.ownership import conflict
 from penstock.workers.tensors import Shared, described, hooks_of_tensors
 
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
-_ALONE = storage_uses(torch.empty(1))
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_VERSION = attrgetter("_version")
 with torch.inference_mode(False):
     _NEVER_CHANGES = torch.empty(0, device="cpu")
 
@@ -142,7 +144,7 @@ class _Versions:
 
     def written(self) -> tuple[int, ...]:
         """The indices of the tensors that were changed in place since the last call."""
-        now = [tensor._version for tensor in self.counting]
+        now = list(map(_VERSION, self.counting))
         if now == self.sent:
             return ()
         before, self.sent = self.sent, now
@@ -161,8 +163,9 @@ class _Versions:
 class _Part:
     """The tensors of the workers at a place, and the slots for their gradients.
 
-    On a device other than the CPU each gradient has memory of its own, and there is one slot. It is
-    replaced by a new one once the user keeps a gradient that is in it.
+    The gradients of a pass go to the same slot as the last ones, as long as the user keeps none of
+    those, nor a view of one. On a device other than the CPU each gradient has memory of its own,
+    and a slot that is kept is replaced by a new one; on CPUs, by one that has become free.
     """
 
     device: torch.device
@@ -178,7 +181,8 @@ class _Part:
     addresses: list[int] = field(default_factory=list)  # of the tensors
     hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
-    _gradient_addresses: list[int] = field(default_factory=list)
+    _gradient_addresses: list[int] = field(default_factory=list)  # of the gradients
+    _uses: StorageUses = field(default_factory=partial(StorageUses, ()))  # of their memory
     _made_slots: int = 0  # on a device other than the CPU
 
     @property
@@ -191,13 +195,18 @@ class _Part:
         if not self._are_in_segments or self.memory is None:
             return self._gradients
         if not self._gradients:
-            self._gradients = alone(self.memory, self.places[:-1])
-            self._gradient_addresses = [gradient.data_ptr() for gradient in self._gradients]
+            self._have(alone(self.memory, self.places[:-1]))
         elif list(map(torch.Tensor.data_ptr, self._gradients)) != self._gradient_addresses:
             for k, gradient in enumerate(self._gradients):  # `grad.data = ...`
                 if gradient.data_ptr() != self._gradient_addresses[k]:
                     self._gradients[k] = self.places[k].alone(self.memory)
+                    self._uses.replace(k, self._gradients[k])
         return self._gradients
+
+    def _have(self, gradients: list[torch.Tensor]) -> None:
+        """Have these gradients from now on, whose memory nobody else uses yet."""
+        self._gradients, self._uses = gradients, StorageUses(gradients)
+        self._gradient_addresses = list(map(torch.Tensor.data_ptr, gradients))
 
     def lay_out(self) -> None:
         """Have other parameters than before, or more."""
@@ -209,17 +218,19 @@ class _Part:
         self.let_go()
         self.slot, self.slots = -1, Slots()
 
-    def renew(self, has_gradients: bool, grant: Callable[[int], int]) -> NewSlot | None:
-        """Have a slot for the gradients of the next pass.
+    def renew(
+        self, found: Sequence[torch.Tensor | None], grant: Callable[[int], int]
+    ) -> NewSlot | None:
+        """Have a slot for the gradients of the next pass, which is the last one's if it can be.
 
         Args:
-            has_gradients: whether a parameter has one already.
+            found: the gradients of the parameters.
             grant: sends the workers a file descriptor.
 
         Returns:
             what they have to know of it, if it is new to them.
         """
-        if self.slot >= 0 and self._suits(has_gradients) and not self.is_kept():
+        if self.slot >= 0 and self._suits() and not self.is_kept(found):
             return None
         self.let_go()  # whoever else refers to them now keeps their memory
         if not self.parameters:
@@ -228,7 +239,8 @@ class _Part:
             self.slot, segment, is_new = self.slots.lend(self.size)
         else:
             self.slot = -1  # unless there is memory for all of it
-            self._gradients, segment, is_new = self._made(), Segment(self.size), True
+            self._have(self._made())
+            segment, is_new = Segment(self.size), True
             self.slot, self._made_slots = self._made_slots, self._made_slots + 1
         self.memory = segment.borrow()
         if not is_new:
@@ -247,42 +259,40 @@ class _Part:
         with torch.inference_mode(False):
             return [_room_for(parameter) for parameter in self.parameters]
 
-    def _suits(self, has_gradients: bool) -> bool:
-        """Whether the next pass can use the current slot.
-
-        On CPUs it does only if there are gradients to add to; otherwise it takes a free one.
-        """
+    def _suits(self) -> bool:
+        """Whether the current slot has room for the gradients of the next pass."""
         if self._are_in_segments:
-            return has_gradients
+            return True
         pairs = zip(self.parameters, self._gradients, strict=True)
         return all(gradient.numel() or not p.requires_grad for p, gradient in pairs if p.numel())
 
-    def note(self, present: Sequence[int]) -> None:
-        """Write into the slot which parameters have a gradient."""
+    def note(self, present: Sequence[bool]) -> None:
+        """Write into the slot for every parameter whether it has a gradient."""
         if self.memory is not None:
-            there = bytearray(len(self.parameters))
-            for k in present:
-                there[k] = 1
-            self.present()[:] = there
+            self.present()[:] = bytes(present)
 
     def present(self) -> memoryview:
         """A byte for each parameter in the slot: whether it has a gradient there."""
         first = self.places[-1].offset if self.places else 0
         return (self.memory or memoryview(b""))[first : first + len(self.parameters)]
 
-    def is_kept(self) -> bool:
-        """Whether a gradient is no longer its parameter's, and the user keeps it as it is."""
-        numbers = range(len(self._gradients))
-        left = [k for k in numbers if self.parameters[k].grad is not self._gradients[k]]
-        if any(sys.getrefcount(self._gradients[k]) > _OWN for k in left):
-            return True
-        return not self._are_in_segments and any(
-            storage_uses(self._gradients[k]) > _ALONE for k in left
+    def is_kept(self, found: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the user keeps a gradient that is no longer its parameter's.
+
+        Args:
+            found: the gradients of the parameters.
+        """
+        known = self._gradients
+        left = [k for k in range(len(known)) if found[k] is not known[k]]
+        return bool(left) and (
+            any(sys.getrefcount(known[k]) > _OWN for k in left)
+            or any(known[k].requires_grad for k in left)  # by an operation in place
+            or self._uses.others(left)
         )
 
     def let_go(self) -> None:
         """Drop the references to the slot that this part had."""
-        self._gradients, self.memory = [], None
+        self._gradients, self._uses, self.memory = [], StorageUses(()), None
 
 
 class SharedModel:
@@ -309,6 +319,7 @@ class SharedModel:
         self._grant = grant
         self._is_replicated = replicas > 1
         self._is_renewed = False
+        self._has_inference = False
         self._parts = [_Part(device) for device in devices]
         self._owners: dict[int, tuple[int, int]] = {}  # by id: the place, and its number there
         self._crossing: dict[int, int] = {}  # by id: the numbers of those that several see
@@ -357,6 +368,7 @@ class SharedModel:
                 shared = replace(shared, shared=kind_of(tensor.device).shared(tensor))
             package.tensors.append(shared)
             part.versions.add(tensor)
+            self._has_inference |= tensor.is_inference()
             part.addresses.append(memory.address)
             self._owners[id(tensor)] = place, number
         part.hooks += hooks_of_tensors(new)
@@ -474,17 +486,19 @@ class SharedModel:
         Gradients that parameters have already are copied to it, if they are elsewhere.
         """
         part = self._parts[place]
-        present = tuple([k for k, p in enumerate(part.parameters) if p.grad is not None])
-        new_slot = part.renew(bool(present), partial(self._grant, place))
+        found = [parameter.grad for parameter in part.parameters]
+        new_slot = part.renew(found, partial(self._grant, place))
         self._is_renewed |= new_slot is not None
+        are_present = [gradient is not None for gradient in found]
+        present = tuple([k for k, is_present in enumerate(are_present) if is_present])
         slots = part.gradients() if present else []
-        others = [k for k in present if part.parameters[k].grad is not slots[k]]
-        given = [part.parameters[k].grad for k in others]
-        copies = [g.detach().clone() for g in given if g is not None]  # they may be in other slots
+        others = [k for k in present if found[k] is not slots[k]]
+        given = [gradient for gradient in map(found.__getitem__, others) if gradient is not None]
+        copies = [gradient.detach().clone() for gradient in given]  # they may be in other slots
         for k, gradient in zip(others, copies, strict=True):
             part.parameters[k].grad = slots[k].copy_(gradient)
-        part.note(present)
-        requires_grad = tuple([p.requires_grad for p in part.parameters])
+        part.note(are_present)
+        requires_grad = tuple(map(_REQUIRES_GRAD, part.parameters))
         changed = requires_grad != part.requires_grad
         part.requires_grad = requires_grad
         changed_to = requires_grad if changed else None
@@ -498,16 +512,13 @@ class SharedModel:
         return is_renewed
 
     def stepped(self, place: int, parameters: Iterable[torch.Tensor]) -> None:
-        """Let autograd here know that a worker has changed these in place."""
-        part = self._parts[place]
-        changed = [p for p in parameters if p.grad is not None and not p.is_inference()]
+        """Let autograd here know that a worker changes these in place, right after `before`."""
+        changed = [p for p in parameters if p.grad is not None]
+        if self._has_inference:
+            changed = [p for p in changed if not p.is_inference()]
         torch.autograd.graph.increment_version(changed)
-        if self._is_replicated:
-            return  # the worker knows of these changes, but others do not
-        sent, owners = part.versions.sent, self._owners
-        for owner, number in [owners.get(id(p), (-1, -1)) for p in changed]:
-            if owner == place:
-                sent[number] += 1
+        if not self._is_replicated:  # else this worker knows of the changes, but others do not
+            self._parts[place].versions.written()
 
     def confirm(self) -> None:
         """All that was sent to the workers has arrived."""
@@ -523,16 +534,15 @@ class SharedModel:
             part.versions.resend()
             part.crossing.resend()
 
-    def during(self, place: int) -> None:
-        """Make what `after` needs, while the pass runs."""
-        self._parts[place].gradients()
+    def during(self, place: int) -> list[torch.Tensor]:
+        """What `after` needs, while the pass runs: a gradient for every parameter."""
+        return self._parts[place].gradients()
 
-    def after(self, place: int) -> None:
-        """Let the parameters have the gradients that the pass has left."""
+    def after(self, place: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Let the parameters have those of these gradients that the pass has left."""
         part = self._parts[place]
-        for parameter, gradient, there in zip(
-            part.parameters, part.gradients(), part.present(), strict=True
-        ):
+        present = part.present().tolist()
+        for parameter, gradient, there in zip(part.parameters, gradients, present, strict=True):
             if there:
                 parameter.grad = gradient
             elif parameter.grad is not None:

@@ -8,7 +8,7 @@ import pickle
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ class WorkerState(ProcessState):
         self._slot = -1
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._memory: dict[int, torch.Tensor] = {}
-        self._places: list[tuple[int, int]] = []
+        self._places = _places_of(())
         self._counted, self._found = 0, list[nn.Parameter]()
         self._numbers: dict[int, int] = {}  # of these parameters, by id
 
@@ -323,24 +323,26 @@ class WorkerState(ProcessState):
         Raises:
             InputError: one is sparse.
         """
-        slot = self.slots.get(self._slot, NO_SLOT)
-        new = []
+        gradients, present = self.slots.get(self._slot, NO_SLOT)
+        new, found = [], []
         for k, parameter in numbered:
-            if parameter.grad is None:
-                slot.present[k] = 0
-            elif parameter.grad is not slot.gradients[k]:
-                new.append((k, parameter, parameter.grad))
-        for _, parameter, gradient in new:
+            gradient = parameter.grad
+            if gradient is None:
+                present[k] = 0
+            elif gradient is not gradients[k]:
+                new.append((k, parameter))
+                found.append(gradient)
+        for (_, parameter), gradient in zip(new, found, strict=True):
             if gradient.layout is not torch.strided:
                 raise InputError(
                     f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, "
                     'which only workers="threads" can have; use sparse=False'
                 )
         if new:
-            foreach_copy_([slot.gradients[k] for k, _, _ in new], [g for _, _, g in new])
-        for k, parameter, _ in new:
-            parameter.grad = slot.gradients[k]
-            slot.present[k] = 1
+            foreach_copy_([gradients[k] for k, _ in new], found)
+        for k, parameter in new:
+            parameter.grad = gradients[k]
+            present[k] = 1
 
     def clear(self) -> None:
         """Let go of what a pass has left that failed; the driver puts gradients back."""
@@ -358,8 +360,7 @@ class WorkerState(ProcessState):
         """Note where the tensors lie that the driver shares."""
         for number in self.tensors.keys() - self._memory.keys():
             self._memory[number] = self.tensors[number].data
-        memory = (self._memory[number] for number in self.tensors)
-        self._places = [(own.data_ptr(), own.numel()) for own in memory]
+        self._places = _places_of([self._memory[number] for number in self.tensors])
 
     def put_memory_back(self) -> None:
         """Copy tensors to which a forward gave other memory (`.data`, `set_`) back to their own.
@@ -376,11 +377,12 @@ class WorkerState(ProcessState):
 
     def _moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors that were given other memory, each with the memory that it had."""
-        now = [(tensor.data_ptr(), tensor.numel()) for tensor in self.tensors.values()]
+        now = _places_of(self.tensors.values())
         if now == self._places:
             return []
-        every = zip(self.tensors.items(), now, self._places, strict=True)
-        return [(t, self._memory[number]) for (number, t), here, there in every if here != there]
+        found = [(tensor, self._memory[number]) for number, tensor in self.tensors.items()]
+        places = zip(found, now, self._places, strict=True)
+        return [pair for pair, here, there in places if here != there]
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Note where these modules have buffers that the driver shares."""
@@ -505,6 +507,12 @@ class WorkerState(ProcessState):
                     raise Aborted
             if fd in ready:
                 return
+
+
+def _places_of(tensors: Collection[torch.Tensor]) -> list[tuple[int, int]]:
+    """Where each of these tensors begins, and its number of elements."""
+    begins, counts = map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.numel, tensors)
+    return list(zip(begins, counts, strict=True))
 
 
 def _give_up(own: WorkerState) -> None:

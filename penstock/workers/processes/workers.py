@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -359,12 +359,11 @@ class ProcessWorkers(DrivenWorkers):
         """Wait for a pass, and let the slots' gradients be those of the model."""
         self._pool.check_under_way(current)
         try:
-            for place in self._places if order.goes_back else ():
-                self._shared.during(place)
+            gradients = [self._shared.during(k) for k in self._places if order.goes_back]
             parts: list[Outcome] = self._pool.finish(current, self._timeout)
             for place in self._places:
                 if order.goes_back:
-                    self._shared.after(place)
+                    self._shared.after(place, gradients[place])
                 seen = [parts[worker].statistics for worker in self._at(place)]
                 self._remotes[place].move_batchnorms([each for each in seen if each])
             for worker, part in enumerate(parts):
@@ -491,13 +490,31 @@ class ProcessWorkers(DrivenWorkers):
         return self._write(save, self._shared)
 
     def _run(
-        self, jobs: Sequence[Job], whole: bool = False, timeout: float | None = None
+        self,
+        jobs: Sequence[Job],
+        whole: bool = False,
+        timeout: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
+        """Run one job on each worker.
+
+        Args:
+            jobs: by worker.
+            whole: do all jobs or none of them, see `Pool.start`.
+            timeout: seconds; `None` for the pipeline's.
+            meanwhile: called once they have been given out, or could not be.
+        """
         try:
-            with self._starting():
-                current = self._pool.start(jobs, timeout or self._timeout, whole)
+            try:
+                with self._starting():
+                    current = self._pool.start(jobs, timeout or self._timeout, whole)
+            finally:
+                if meanwhile is not None:
+                    meanwhile()
             return self._pool.finish(current, timeout or self._timeout)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._pool.give_up(error)  # a Ctrl-C may have come between the two
             self._resend()
             raise
 

@@ -39,8 +39,8 @@ def model_of(*layers: nn.Module) -> SharedModel:
 def filled(parameters: list[nn.Parameter], of: SharedModel) -> None:
     """What a worker does: all have gradients."""
     part = of._parts[0]
-    part.note([k for k, p in enumerate(parameters) if p.requires_grad])
-    of.after(0)
+    part.note([p.requires_grad for p in parameters])
+    of.after(0, of.during(0))
 
 
 def test_tensors_stay_where_they_are(shared: list[torch.Tensor]) -> None:

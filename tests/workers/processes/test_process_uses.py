@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,58 @@ def test_a_gradient_that_is_kept_while_others_stay() -> None:
         step(pipe)
         assert torch.equal(kept, value)
         assert weight.grad is not kept
+
+
+@pytest.mark.parametrize("dropped", ["one", "all"])
+@pytest.mark.parametrize("kept_as", ["view", "array", "storage", "exported"])
+def test_memory_of_a_gradient_that_is_kept(kept_as: str, dropped: str) -> None:
+    with make(mlp(6, 6, 6), "processes", audit=None) as pipe:
+        step(pipe)
+        weight = pipe.model[0].weight
+        value = weight.grad.clone()
+        kept: Any = {
+            "view": lambda gradient: gradient.view(-1),
+            "array": lambda gradient: gradient.numpy(),
+            "storage": lambda gradient: gradient.untyped_storage(),
+            "exported": lambda gradient: gradient.__dlpack__(),
+        }[kept_as](weight.grad)
+        if dropped == "one":
+            weight.grad = None
+        else:
+            pipe.model.zero_grad()
+        with torch.no_grad():
+            weight.mul_(2)
+        step(pipe)
+        now = {
+            "view": lambda: kept,
+            "array": lambda: torch.from_numpy(kept),
+            "storage": lambda: torch.tensor([]).set_(kept),
+            "exported": lambda: torch.utils.dlpack.from_dlpack(kept),
+        }[kept_as]()
+        assert torch.equal(now.view(-1), value.view(-1))
+        assert not torch.equal(weight.grad, value)
+
+
+def test_a_gradient_that_became_part_of_a_graph_is_not_used_again() -> None:
+    with make(mlp(6, 6, 6), "processes", audit=None) as pipe:
+        step(pipe)
+        pipe.model[0].weight.grad.mul_(torch.ones((), requires_grad=True))
+        pipe.model.zero_grad()
+        step(pipe)
+        assert not pipe.model[0].weight.grad.requires_grad
+
+
+def test_gradients_that_nobody_keeps_use_the_same_memory_again() -> None:
+    with make(mlp(6, 6, 6), "processes", audit=None) as pipe:
+        weight = pipe.model[0].weight
+        step(pipe)
+        known = weakref.ref(weight.grad)
+        for _ in range(3):
+            step(pipe)
+            assert known() is weight.grad
+            pipe.model.zero_grad()
+            step(pipe)
+            assert known() is weight.grad
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
