@@ -10,7 +10,7 @@ Attributes of public objects that start with an underscore (`_version`, `_parame
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import BuiltinMethodType
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,7 @@ __all__ = [
     "pytree",
     "saving",
     "set_version",
+    "storage_uses",
     "will_run",
     "will_start_workers",
     "without_function_mode",
@@ -222,33 +223,14 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-class StorageUses:
-    """Notices what else refers to the memory of tensors, each of which is alone in its storage.
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many references a tensor's memory has, from tensors and from storages in Python.
 
-    Args:
-        tensors: these tensors, of which nobody else has views yet.
+    The count includes the references that this function makes itself, so it is to be compared with
+    the count of a new tensor.
     """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._handles = [storage._cdata for storage in self._storages]
-        self._alone = self._counts()
-
-    def replace(self, number: int, tensor: torch.Tensor) -> None:
-        """Watch this tensor instead of the one with this number."""
-        self._storages[number] = tensor.untyped_storage()
-        self._handles[number] = self._storages[number]._cdata
-        self._alone[number] = self._counts()[number]
-
-    def _counts(self) -> list[tuple[int, int]]:
-        """For each storage the references from tensors, and those from Python."""
-        counts = map(torch._C._storage_Use_Count, self._handles)
-        return list(zip(counts, map(sys.getrefcount, self._storages), strict=True))
-
-    def others(self, tensors: Iterable[int]) -> bool:
-        """Whether something else refers to the memory of one of the tensors with these numbers."""
-        now = self._counts()
-        return now != self._alone and any(now[k] > self._alone[k] for k in tensors)
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def end_allocating(device: int, pool: tuple[int, int]) -> None:

@@ -10,9 +10,10 @@ this, so they know tensors by the same numbers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -23,11 +24,12 @@ from penstock.devices.kinds import kind_of
 from penstock.errors import InputError
 from penstock.links.segment import Segment, TensorPlace, alone, fill, place_of
 from penstock.links.shared_memory import Slots
-from penstock.torch_internals import StorageUses
+from penstock.torch_internals import storage_uses
 from penstock.workers.ownership import conflict
 from penstock.workers.tensors import Shared, described, hooks_of_tensors
 
 _OWN = 2  # references to a tensor that is in one list, as `sys.getrefcount` counts
+_ALONE = storage_uses(torch.empty(1))
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")
 with torch.inference_mode(False):
@@ -159,13 +161,23 @@ class _Versions:
         self.sent = list(self.known)
 
 
+_Layouts = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
+
+
+def _layouts_of(tensors: Collection[torch.Tensor]) -> _Layouts:
+    """Where each of these tensors begins, its shape and its strides."""
+    begins, shapes = map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.size, tensors)
+    return list(begins), list(shapes), list(map(torch.Tensor.stride, tensors))
+
+
 @dataclass
 class _Part:
     """The tensors of the workers at a place, and the slots for their gradients.
 
-    The gradients of a pass go to the same slot as the last ones, as long as the user keeps none of
-    those, nor a view of one. On a device other than the CPU each gradient has memory of its own,
-    and a slot that is kept is replaced by a new one; on CPUs, by one that has become free.
+    On CPUs, a pass adds to the gradients in a slot as long as these are what the last one has left;
+    otherwise it has another slot, of which nobody uses the memory any more. On another device each
+    gradient has memory of its own, and there is one slot. It is replaced by a new one once the user
+    keeps a gradient that is in it, or has changed what it is.
     """
 
     device: torch.device
@@ -181,8 +193,9 @@ class _Part:
     addresses: list[int] = field(default_factory=list)  # of the tensors
     hooks: list[Any] = field(default_factory=list)  # of them all
     _gradients: list[torch.Tensor] = field(default_factory=list)
-    _gradient_addresses: list[int] = field(default_factory=list)  # of the gradients
-    _uses: StorageUses = field(default_factory=partial(StorageUses, ()))  # of their memory
+    _layouts: _Layouts = field(default_factory=partial(_layouts_of, ()))  # as they were made
+    given: set[int] = field(default_factory=set)  # those that parameters have had, by index
+    present_before: tuple[int, ...] = ()  # those that parameters had before the pass
     _made_slots: int = 0  # on a device other than the CPU
 
     @property
@@ -196,17 +209,11 @@ class _Part:
             return self._gradients
         if not self._gradients:
             self._have(alone(self.memory, self.places[:-1]))
-        elif list(map(torch.Tensor.data_ptr, self._gradients)) != self._gradient_addresses:
-            for k, gradient in enumerate(self._gradients):  # `grad.data = ...`
-                if gradient.data_ptr() != self._gradient_addresses[k]:
-                    self._gradients[k] = self.places[k].alone(self.memory)
-                    self._uses.replace(k, self._gradients[k])
         return self._gradients
 
     def _have(self, gradients: list[torch.Tensor]) -> None:
-        """Have these gradients from now on, whose memory nobody else uses yet."""
-        self._gradients, self._uses = gradients, StorageUses(gradients)
-        self._gradient_addresses = list(map(torch.Tensor.data_ptr, gradients))
+        """Have these gradients from now on, of which no parameter has any yet."""
+        self._gradients, self._layouts, self.given = gradients, _layouts_of(gradients), set()
 
     def lay_out(self) -> None:
         """Have other parameters than before, or more."""
@@ -221,7 +228,7 @@ class _Part:
     def renew(
         self, found: Sequence[torch.Tensor | None], grant: Callable[[int], int]
     ) -> NewSlot | None:
-        """Have a slot for the gradients of the next pass, which is the last one's if it can be.
+        """Have a slot for the gradients of the next pass, which is the last one's if that suits.
 
         Args:
             found: the gradients of the parameters.
@@ -230,7 +237,7 @@ class _Part:
         Returns:
             what they have to know of it, if it is new to them.
         """
-        if self.slot >= 0 and self._suits() and not self.is_kept(found):
+        if self.slot >= 0 and self._suits(found):
             return None
         self.let_go()  # whoever else refers to them now keeps their memory
         if not self.parameters:
@@ -259,12 +266,29 @@ class _Part:
         with torch.inference_mode(False):
             return [_room_for(parameter) for parameter in self.parameters]
 
-    def _suits(self) -> bool:
-        """Whether the current slot has room for the gradients of the next pass."""
-        if self._are_in_segments:
-            return True
-        pairs = zip(self.parameters, self._gradients, strict=True)
-        return all(gradient.numel() or not p.requires_grad for p, gradient in pairs if p.numel())
+    def _suits(self, found: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the next pass can use the current slot, as nothing else uses its memory.
+
+        Args:
+            found: the gradients of the parameters.
+        """
+        known = self._gradients
+        left = [k for k in self.given if found[k] is not known[k]]
+        if self._are_in_segments and (left or all(gradient is None for gradient in found)):
+            return False
+        return (
+            not any(sys.getrefcount(known[k]) > _OWN for k in left)
+            and not any(storage_uses(known[k]) > _ALONE for k in left)
+            and not any(known[k].requires_grad or known[k].__dict__ for k in left)
+            and self._layouts == _layouts_of(known)
+            and (self._are_in_segments or self._has_room())
+        )
+
+    def _has_room(self) -> bool:
+        """Whether there is memory for the gradient of every parameter that requires one."""
+        sizes = map(torch.Tensor.numel, self._gradients)
+        pairs = zip(self.parameters, sizes, strict=True)
+        return all(size or not p.requires_grad for p, size in pairs if p.numel())
 
     def note(self, present: Sequence[bool]) -> None:
         """Write into the slot for every parameter whether it has a gradient."""
@@ -276,23 +300,10 @@ class _Part:
         first = self.places[-1].offset if self.places else 0
         return (self.memory or memoryview(b""))[first : first + len(self.parameters)]
 
-    def is_kept(self, found: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the user keeps a gradient that is no longer its parameter's.
-
-        Args:
-            found: the gradients of the parameters.
-        """
-        known = self._gradients
-        left = [k for k in range(len(known)) if found[k] is not known[k]]
-        return bool(left) and (
-            any(sys.getrefcount(known[k]) > _OWN for k in left)
-            or any(known[k].requires_grad for k in left)  # by an operation in place
-            or self._uses.others(left)
-        )
-
     def let_go(self) -> None:
         """Drop the references to the slot that this part had."""
-        self._gradients, self._uses, self.memory = [], StorageUses(()), None
+        self._have([])
+        self.memory = None
 
 
 class SharedModel:
@@ -498,6 +509,8 @@ class SharedModel:
         for k, gradient in zip(others, copies, strict=True):
             part.parameters[k].grad = slots[k].copy_(gradient)
         part.note(are_present)
+        part.present_before = present
+        part.given.update(present)
         requires_grad = tuple(map(_REQUIRES_GRAD, part.parameters))
         changed = requires_grad != part.requires_grad
         part.requires_grad = requires_grad
@@ -542,6 +555,9 @@ class SharedModel:
         """Let the parameters have those of these gradients that the pass has left."""
         part = self._parts[place]
         present = part.present().tolist()
+        added_to = [gradients[k] for k in part.present_before if present[k]]
+        torch.autograd.graph.increment_version(added_to)
+        part.given.update(compress(range(len(present)), present))
         for parameter, gradient, there in zip(part.parameters, gradients, present, strict=True):
             if there:
                 parameter.grad = gradient

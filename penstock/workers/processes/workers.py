@@ -469,9 +469,10 @@ class ProcessWorkers(DrivenWorkers):
         return parts
 
     def _ready(self) -> None:
-        """Raise if the workers are gone, or if `check` raises."""
+        """Raise if the workers are gone, or would update memory that the model has left."""
         self._pool.check_open()
-        self.check()
+        for place in self._places:
+            self._shared.check_memory(place)
 
     def check(self) -> None:
         """Raise if tensors have left the shared memory, or have other hooks than the workers know.
@@ -504,6 +505,7 @@ class ProcessWorkers(DrivenWorkers):
             timeout: seconds; `None` for the pipeline's.
             meanwhile: called once they have been given out, or could not be.
         """
+        current: Dispatch | None = None
         try:
             try:
                 with self._starting():
@@ -513,8 +515,8 @@ class ProcessWorkers(DrivenWorkers):
                     meanwhile()
             return self._pool.finish(current, timeout or self._timeout)
         except BaseException as error:
-            if not isinstance(error, Exception):
-                self._pool.give_up(error)  # a Ctrl-C may have come between the two
+            if current is not None:
+                self._pool.give_up(error)  # what a signal's handler raises may come between the two
             self._resend()
             raise
 

@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.capture.capturing import CaptureOptions
 from penstock.workers.processes.parts import RemoteParts
+from penstock.workers.processes.shared_model import SharedModel
 from tests.support.models import mlp
 from tests.support.pool import drain
 
@@ -156,26 +156,106 @@ def test_memory_of_a_gradient_that_is_kept(kept_as: str, dropped: str) -> None:
         assert not torch.equal(weight.grad, value)
 
 
-def test_a_gradient_that_became_part_of_a_graph_is_not_used_again() -> None:
-    with make(mlp(6, 6, 6), "processes", audit=None) as pipe:
-        step(pipe)
-        pipe.model[0].weight.grad.mul_(torch.ones((), requires_grad=True))
-        pipe.model.zero_grad()
-        step(pipe)
-        assert not pipe.model[0].weight.grad.requires_grad
+def replaced(gradient: torch.Tensor) -> torch.Tensor:
+    memory = gradient.data
+    gradient.data = memory * 0.5
+    return memory
 
 
-def test_gradients_that_nobody_keeps_use_the_same_memory_again() -> None:
-    with make(mlp(6, 6, 6), "processes", audit=None) as pipe:
+def transposed(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.t_().clone()
+
+
+def flattened(gradient: torch.Tensor) -> torch.Tensor:
+    memory = gradient.data
+    gradient.data = memory.view(-1)
+    return memory
+
+
+def marked(gradient: torch.Tensor) -> torch.Tensor:
+    gradient.note = "clipped"
+    return torch.zeros(())
+
+
+def recorded(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.mul_(torch.ones((), requires_grad=True)).detach().clone()
+
+
+@pytest.mark.parametrize("change", [replaced, transposed, flattened, marked, recorded])
+def test_what_the_user_makes_of_a_gradient_does_not_outlast_it(change: Any) -> None:
+    def use(pipe: ps.Pipeline) -> list[torch.Tensor]:
+        step(pipe)
         weight = pipe.model[0].weight
+        kept = change(weight.grad)
+        value = kept.clone()
+        pipe.model.zero_grad()
+        with torch.no_grad():
+            weight.mul_(2)
+        results = [step(pipe), kept, value, weight.grad.clone()]
+        assert torch.equal(kept, value)
+        assert not hasattr(weight.grad, "note")
+        assert not weight.grad.requires_grad
+        return [*results, step(pipe)]
+
+    alike(mlp(6, 6, 6), use, audit=None)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("change", [replaced, transposed])
+def test_a_gradient_that_is_something_else_is_added_to(change: Any) -> None:
+    def use(pipe: ps.Pipeline) -> list[torch.Tensor]:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
         step(pipe)
-        known = weakref.ref(weight.grad)
+        kept = change(pipe.model[0].weight.grad)
+        value = kept.clone()
+        loss = step(pipe)
+        assert torch.equal(kept, value)
+        change(pipe.model[0].weight.grad)
+        optimizer.step()
+        return [loss, step(pipe)]
+
+    alike(mlp(6, 6, 6), use, audit=None)
+
+
+def test_gradients_are_added_to_where_they_are() -> None:
+    with make(mlp(6, 6, 6), "processes", audit=None) as pipe:
+        step(pipe)
+        gradients = [p.grad for p in pipe.model.parameters()]
         for _ in range(3):
             step(pipe)
-            assert known() is weight.grad
-            pipe.model.zero_grad()
-            step(pipe)
-            assert known() is weight.grad
+            assert all(p.grad is g for p, g in zip(pipe.model.parameters(), gradients, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_graph_that_needs_a_gradient_which_is_added_to(kind: str) -> None:
+    with make(mlp(6, 6, 6), kind, audit=None) as pipe:
+        step(pipe)
+        factor = torch.ones((6, 6), requires_grad=True)
+        result = (pipe.model[0].weight.grad * factor).sum()
+        step(pipe)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()
+
+
+def test_an_optimizers_step_that_a_signals_handler_interrupts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make(mlp(6, 6, 6), "processes") as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        step(pipe)
+        weight = pipe.model[0].weight
+        before = weight.detach().clone()
+
+        def interrupted(*_: Any) -> None:
+            raise TimeoutError("an alarm")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(SharedModel, "stepped", interrupted)
+            with pytest.raises(TimeoutError, match="an alarm"):
+                optimizer.step()
+        assert not pipe._runner.workers._pool.under_way
+        assert torch.equal(weight, torch.add(before, weight.grad, alpha=-0.1))
+        step(pipe)
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
