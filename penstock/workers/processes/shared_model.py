@@ -35,6 +35,9 @@ _VERSION = attrgetter("_version")
 with torch.inference_mode(False):
     _NEVER_CHANGES = torch.empty(0, device="cpu")
 
+CHANGED = 2
+"""In place of 1 for a gradient that a parameter had before the pass, which has added to it."""
+
 Grant = Callable[[int, int], int]
 """Sends the workers at a place a file descriptor; returns the number under which they have it."""
 
@@ -262,7 +265,7 @@ class _Part:
         return self.device.type == "cpu"
 
     def _made(self) -> list[torch.Tensor]:
-        """Memory for the gradients of all parameters that ask for one."""
+        """Memory for the gradients of all parameters that have or require one."""
         with torch.inference_mode(False):
             return [_room_for(parameter) for parameter in self.parameters]
 
@@ -274,21 +277,25 @@ class _Part:
         """
         known = self._gradients
         left = [k for k in self.given if found[k] is not known[k]]
-        if self._are_in_segments and (left or all(gradient is None for gradient in found)):
+        if self._are_in_segments and all(gradient is None for gradient in found):
             return False
         return (
             not any(sys.getrefcount(known[k]) > _OWN for k in left)
             and not any(storage_uses(known[k]) > _ALONE for k in left)
             and not any(known[k].requires_grad or known[k].__dict__ for k in left)
             and self._layouts == _layouts_of(known)
-            and (self._are_in_segments or self._has_room())
+            and (self._are_in_segments or self._has_room(found))
         )
 
-    def _has_room(self) -> bool:
-        """Whether there is memory for the gradient of every parameter that requires one."""
-        sizes = map(torch.Tensor.numel, self._gradients)
-        pairs = zip(self.parameters, sizes, strict=True)
-        return all(size or not p.requires_grad for p, size in pairs if p.numel())
+    def _has_room(self, found: Sequence[torch.Tensor | None]) -> bool:
+        """Whether there is memory for the gradient of every parameter that has or requires one."""
+        rooms = map(torch.Tensor.numel, self._gradients)
+        pairs = zip(self.parameters, rooms, found, strict=True)
+        return all(
+            room or (gradient is None and not parameter.requires_grad)
+            for parameter, room, gradient in pairs
+            if parameter.numel()
+        )
 
     def note(self, present: Sequence[bool]) -> None:
         """Write into the slot for every parameter whether it has a gradient."""
@@ -296,7 +303,7 @@ class _Part:
             self.present()[:] = bytes(present)
 
     def present(self) -> memoryview:
-        """A byte for each parameter in the slot: whether it has a gradient there."""
+        """A byte for each parameter in the slot: whether it has a gradient there, see `CHANGED`."""
         first = self.places[-1].offset if self.places else 0
         return (self.memory or memoryview(b""))[first : first + len(self.parameters)]
 
@@ -555,7 +562,7 @@ class SharedModel:
         """Let the parameters have those of these gradients that the pass has left."""
         part = self._parts[place]
         present = part.present().tolist()
-        added_to = [gradients[k] for k in part.present_before if present[k]]
+        added_to = [gradients[k] for k in part.present_before if present[k] == CHANGED]
         torch.autograd.graph.increment_version(added_to)
         part.given.update(compress(range(len(present)), present))
         for parameter, gradient, there in zip(part.parameters, gradients, present, strict=True):
@@ -576,8 +583,8 @@ def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[TensorPlace], in
 
 
 def _room_for(parameter: nn.Parameter) -> torch.Tensor:
-    """Memory for a parameter's gradient, with its strides; empty if it does not require one."""
+    """Memory for a parameter's gradient, with its strides; empty if it has and requires none."""
     shape, stride = parameter.shape, parameter.stride()
-    if not parameter.requires_grad:
+    if not parameter.requires_grad and parameter.grad is None:
         shape, stride = torch.Size([0]), (1,)
     return torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)

@@ -33,7 +33,7 @@ from penstock.torch_internals import foreach_copy_
 from penstock.workers.assembly import Assembly
 from penstock.workers.process_state import ProcessState, loading, unsent
 from penstock.workers.processes.messages import Give, GiveUp, Grant, Report
-from penstock.workers.processes.shared_model import Gradients
+from penstock.workers.processes.shared_model import CHANGED, Gradients
 from penstock.workers.processes.turns import Turnstile, Wakeups
 
 CPU = torch.device("cpu")
@@ -44,19 +44,22 @@ class Slot(NamedTuple):
 
     Attributes:
         gradients: by the index of the parameter among all parameters.
-        present: for each of them a byte that says whether it is a gradient, or unused memory.
+        homes: other tensors in the same memory, which users do not see.
+        present: for each of them a byte: 0 if it is unused memory, 1 if it is the gradient that the
+            parameter had before the pass, and `CHANGED` if the pass has written to it.
     """
 
-    gradients: Sequence[torch.Tensor]
+    gradients: list[torch.Tensor]
+    homes: Sequence[torch.Tensor]
     present: bytearray | memoryview
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Slot:
-        """The slot with these in it; the last one is `present`."""
-        return cls(tensors[:-1], tensors[-1].numpy().data)
+    def of(cls, gradients: Sequence[torch.Tensor], present: bytearray | memoryview) -> Slot:
+        """The slot with these gradients in it."""
+        return cls(list(gradients), [gradient.detach() for gradient in gradients], present)
 
 
-NO_SLOT = Slot((), bytearray())
+NO_SLOT = Slot([], (), bytearray())
 
 
 class WorkerState(ProcessState):
@@ -121,6 +124,7 @@ class WorkerState(ProcessState):
         self.chunks: dict[int, Any] = {}
         self._have_nothing()
         self._slot = -1
+        self._versions: dict[int, int] = {}  # of gradients that a pass may add to, before it
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._memory: dict[int, torch.Tensor] = {}
         self._places = _places_of(())
@@ -254,7 +258,8 @@ class WorkerState(ProcessState):
             if shared:
                 self.slots.clear()  # others are not used again
                 tensors = [*shared, *tensors]
-            self.slots[self._slot] = Slot.of(tensors)
+            *slots, present = tensors
+            self.slots[self._slot] = Slot.of(slots, present.numpy().data)
         parameters, slot = self._parameters(), self.slots.get(self._slot, NO_SLOT)
         if gradients.requires_grad is not None:
             for parameter, wanted in zip(parameters, gradients.requires_grad, strict=True):
@@ -267,6 +272,8 @@ class WorkerState(ProcessState):
         torch.autograd.graph.increment_version([self.seen[k] for k in gradients.crossing])
         for k in gradients.present if self.replica.of == 1 or updates else ():
             parameters[k].grad = slot.gradients[k]
+        had = gradients.present if self.replica.of == 1 and not updates else ()
+        self._versions = {k: slot.gradients[k]._version for k in had}
 
     def end(self) -> None:
         """Put the gradients where the driver sees them, and note there which parameters have one.
@@ -284,7 +291,7 @@ class WorkerState(ProcessState):
         self.tensors, self._memory = dict(enumerate(parameters)), {}
         self.note_memory()
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
-        self.slots[self._slot] = Slot(gradients, bytearray(len(gradients)))
+        self.slots[self._slot] = Slot.of(gradients, bytearray(len(gradients)))
         return self.adding
 
     @contextmanager
@@ -300,6 +307,7 @@ class WorkerState(ProcessState):
         self._check_apart([leaf for _, leaf in numbered])
         for k, leaf in numbered:
             leaf.grad = slot.gradients[k] if slot.present[k] else None
+        self._versions = {k: slot.gradients[k]._version for k, _ in numbered if slot.present[k]}
         yield
         self._put(numbered)
         for _, leaf in numbered:
@@ -318,12 +326,12 @@ class WorkerState(ProcessState):
     def _put(self, numbered: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Put the gradients of some parameters into the slot, where they are not there yet.
 
-        A hook may have dropped one.
+        A hook may have dropped one. The slot says which have changed.
 
         Raises:
             InputError: one is sparse.
         """
-        gradients, present = self.slots.get(self._slot, NO_SLOT)
+        gradients, homes, present = self.slots.get(self._slot, NO_SLOT)
         new, found = [], []
         for k, parameter in numbered:
             gradient = parameter.grad
@@ -332,6 +340,12 @@ class WorkerState(ProcessState):
             elif gradient is not gradients[k]:
                 new.append((k, parameter))
                 found.append(gradient)
+            elif gradient.data_ptr() != homes[k].data_ptr():  # a hook has given it other memory
+                gradients[k] = homes[k].detach()
+                new.append((k, parameter))
+                found.append(gradient)
+            elif gradient._version != self._versions.get(k):
+                present[k] = CHANGED
         for (_, parameter), gradient in zip(new, found, strict=True):
             if gradient.layout is not torch.strided:
                 raise InputError(
@@ -342,7 +356,7 @@ class WorkerState(ProcessState):
             foreach_copy_([gradients[k] for k, _ in new], found)
         for k, parameter in new:
             parameter.grad = gradients[k]
-            present[k] = 1
+            present[k] = CHANGED
 
     def clear(self) -> None:
         """Let go of what a pass has left that failed; the driver puts gradients back."""

@@ -505,7 +505,6 @@ class ProcessWorkers(DrivenWorkers):
             timeout: seconds; `None` for the pipeline's.
             meanwhile: called once they have been given out, or could not be.
         """
-        current: Dispatch | None = None
         try:
             try:
                 with self._starting():
@@ -515,8 +514,7 @@ class ProcessWorkers(DrivenWorkers):
                     meanwhile()
             return self._pool.finish(current, timeout or self._timeout)
         except BaseException as error:
-            if current is not None:
-                self._pool.give_up(error)  # what a signal's handler raises may come between the two
+            self._pool.give_up(error)  # what a signal's handler raises may come between the two
             self._resend()
             raise
 

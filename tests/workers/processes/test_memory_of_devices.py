@@ -103,6 +103,22 @@ def test_parameters_that_ask_for_no_gradient_have_no_memory_for_one(
     assert own.before(0).new_slot is None
 
 
+def test_a_parameter_that_is_frozen_keeps_its_gradient(shared: list[torch.Tensor]) -> None:
+    layer = nn.Linear(3, 2, device=META)
+    own = model_of(layer)
+    own.before(0)
+    filled(list(layer.parameters()), own)
+    kept = layer.bias.grad
+    layer.weight.requires_grad_(False)
+    layer.bias.grad = None
+    shared.clear()
+    new = own.before(0)
+    assert new.new_slot is not None
+    assert [g.numel() for g in shared] == [6, 2]
+    assert new.present == (0,)
+    assert all(g is not kept for g in shared)
+
+
 @pytest.mark.parametrize("keeps", ["gradient", "view", "storage"])
 def test_what_the_user_keeps_is_left_alone(shared: list[torch.Tensor], keeps: str) -> None:
     layer = nn.Linear(3, 2, device=META)

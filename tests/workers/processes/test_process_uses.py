@@ -217,6 +217,38 @@ def test_a_gradient_that_is_something_else_is_added_to(change: Any) -> None:
     alike(mlp(6, 6, 6), use, audit=None)
 
 
+def halve(parameter: nn.Parameter) -> None:
+    parameter.grad.data = parameter.grad.data * 0.5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_hooks_that_give_gradients_other_memory(replicas: int) -> None:
+    found = []
+    for kind in ("threads", "processes"):
+        torch.manual_seed(2)
+        model = mlp(6, 6, 6)
+        model[0].weight.register_post_accumulate_grad_hook(halve)
+        devices = ["cpu"] * 2
+        cuts = {"cuts": ()} if replicas > 1 else {}
+        with ps.Pipeline(
+            model,
+            (X,),
+            devices=devices,
+            workers=kind,
+            num_microbatches=2,
+            replicas=replicas,
+            audit=None,
+            **cuts,
+        ) as pipe:
+            for factor in (1, 2, 3):
+                step(pipe, factor * X)
+                step(pipe, factor * X.flip(0))
+                found.append(model[0].weight.grad.clone())
+                model.zero_grad()
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_gradients_are_added_to_where_they_are() -> None:
     with make(mlp(6, 6, 6), "processes", audit=None) as pipe:
         step(pipe)
@@ -235,6 +267,36 @@ def test_a_graph_that_needs_a_gradient_which_is_added_to(kind: str) -> None:
         step(pipe)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.backward()
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("untouched_by", ["freezing", "inputs"])
+def test_a_graph_that_needs_a_gradient_which_a_pass_leaves_alone(
+    kind: str, untouched_by: str
+) -> None:
+    with make(mlp(6, 6, 6), kind, audit=None) as pipe:
+        step(pipe)
+        factor, weight = torch.ones((6, 6), requires_grad=True), pipe.model[0].weight
+        value = weight.grad.clone()
+        result = (weight.grad * factor).sum()
+        if untouched_by == "freezing":
+            weight.requires_grad_(False)
+            step(pipe)
+        else:
+            pipe(X).sum().backward(inputs=[pipe.model[2].weight])
+        result.backward()
+        assert torch.equal(factor.grad, value)
+
+
+def test_gradients_are_added_to_where_they_are_while_others_are_dropped() -> None:
+    with make(mlp(6, 6, 6), "processes", audit=None) as pipe:
+        step(pipe)
+        dropped, *others = pipe.model.parameters()
+        gradients = [p.grad for p in others]
+        for _ in range(3):
+            dropped.grad = None
+            step(pipe)
+            assert all(p.grad is g for p, g in zip(others, gradients, strict=True))
 
 
 def test_an_optimizers_step_that_a_signals_handler_interrupts(
