@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +331,8 @@ def children(pid: int | str = "self") -> list[int]:
     """Of a process, zombies as well."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += map(int, path.read_text().split())
+        with suppress(OSError):  # the thread has ended
+            found += map(int, path.read_text().split())
     return found
 
 

@@ -69,8 +69,8 @@ class Running:
         found, waiting = [], [self.process.pid]
         while waiting:
             pid = waiting.pop()
-            with suppress(OSError):  # it has ended
-                for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                with suppress(OSError):  # it has ended, or its thread
                     waiting += map(int, path.read_text().split())
             found.append(pid)
         return found[1:]
