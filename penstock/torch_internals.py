@@ -82,6 +82,7 @@ __all__ = [
     "check_cxx_compiler",
     "current_function_mode",
     "end_allocating",
+    "foreach_add_",
     "foreach_copy_",
     "foreach_norms",
     "foreach_zero",
@@ -120,6 +121,7 @@ GLOBAL_HOOKS = (
 _APPLY = vars(torch._C._FunctionBase)["apply"]
 APPLY_IS_IN_C = vars(Function)["apply"] is _APPLY
 APPLY_OWNER = Function if APPLY_IS_IN_C else _SingleLevelFunction
+foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_norms = torch._foreach_norm
 foreach_zero = torch.ops.aten._foreach_zero_.default

@@ -42,7 +42,9 @@ from penstock.bench.scouting import Make, fastest, scout, tries
 from penstock.bench.turns import AUDITED, Ratio, Ticker, Timed, take_turns
 from penstock.devices.allocator import keep_freed_memory
 from penstock.display.progress import callback
-from penstock.engine.replicas import Adding, InOrder, Terms, accumulate
+from penstock.engine.gathered import Gathering
+from penstock.engine.replicas import InOrder
+from penstock.engine.sums import Adding, Terms, accumulate
 from penstock.workers.ranks.ring import ChainedSum
 
 IN_MEMORY = 2  # replicas
@@ -83,7 +85,9 @@ class AnyTurns:
 class InNoOrder(InOrder):
     """What the replicas of a stage have in common if their gradients are added in no order."""
 
-    def __init__(self, make: Any, adding: Adding | None = None) -> None:
+    def __init__(
+        self, make: Any, adding: Adding | None = None, gathering: Gathering | None = None
+    ) -> None:
         super().__init__(make)
         self.sums = AnyTurns()
 
@@ -95,9 +99,9 @@ class FoldedSum(ChainedSum):
         """Always: every backward adds to `.grad` at once."""
         return True
 
-    def add(self, number: int, gradients: Sequence[Terms]) -> None:
+    def add(self, number: int, sent: Sequence[Terms]) -> None:
         """Add the gradients of a micro-batch to `.grad`."""
-        for terms in gradients:
+        for terms in sent:
             accumulate(terms)
 
     @contextmanager

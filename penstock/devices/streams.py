@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from penstock.devices.kinds import kind_of
 from penstock.devices.layout import alike
 
 _PAGEABLE = 1 << 16  # bytes; of more than these, copies from memory that is not pinned block
+_NEVER: Mapping[torch.device, Event] = MappingProxyType({})
 _AT_ONCE = 2  # micro-batches whose values are on their way
 
 
@@ -36,24 +38,35 @@ class Handover:
 
     Args:
         devices: the devices with streams that any of the threads works on.
+
+    Attributes:
+        before: of every device, when what the caller had on its stream is done.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._before = _recorded(devices)
+        self.before = dict(_recorded(devices))
         self._after: list[tuple[torch.device, Event]] = []
         self._streams: dict[torch.device, Stream] = {}  # of the others
 
     @contextmanager
-    def taken(self, *devices: torch.device) -> Iterator[None]:
-        """While open, another thread works on these devices."""
-        _await(self._before)
+    def taken(self, *devices: torch.device, beside: Sequence[Stream] = ()) -> Iterator[None]:
+        """While open, another thread works on these devices.
+
+        Args:
+            devices: whose current streams it uses.
+            beside: streams that it uses besides.
+        """
+        _await(self.before.items())
+        for stream in beside:
+            stream.wait_event(self.before[stream.device])
         used = [device for device in devices if device in self._devices]
         self._streams |= {each: kind_of(each).current_stream(each) for each in used}
         try:
             yield
         finally:
             self._after += _recorded(used)
+            self._after += [(stream.device, stream.record_event()) for stream in beside]
 
     def back(self, made: Callable[[], Sequence[Any]] = tuple) -> None:
         """The caller goes on; nobody else works any more.
@@ -131,29 +144,67 @@ class Copies:
         self._writes = self._to.new_stream(target) if self._to.has_streams else None
         self._last: Event | None = None
 
-    def start(self, values: Sequence[Any]) -> tuple[Sequence[Any], Event | None]:
+    def start(
+        self, values: Sequence[Any], made: Event | None = None
+    ) -> tuple[Sequence[Any], Event | None]:
         """Start to copy every tensor among these values, in the sender's thread.
+
+        Args:
+            values: tensors of the source, and others.
+            made: when they are there; by default when the current stream has come this far.
 
         Returns:
             the copies, without history but still asking for a gradient where the original does, and
             the event of their arrival; `None` if they are there.
         """
+        copies, arrival = self._started(values, made)
+        if self._reads is not None:
+            _used_on(self._reads, values)  # not to be reused before they are copied
+            self._last = arrival
+        return copies, arrival
+
+    def begin(self, values: Sequence[Any]) -> tuple[Sequence[Any], Event]:
+        """Start to copy as `start` does, between two devices with streams, for a sender who waits.
+
+        The values must be kept until `let_go`, and the copies as well. Then their memory is free
+        for what comes on the streams on which it was allocated. With `start`, it is free when the
+        process notices that the device is done: one that is ahead of its devices takes more memory
+        meanwhile.
+
+        Returns:
+            the copies, and the event of their arrival.
+        """
+        copies, arrival = self._started(values)
+        if arrival is None:
+            raise TypeError(f"no streams on {self._source} and {self._target}")
+        return copies, arrival
+
+    def let_go(self, arrival: Event, read: Event) -> None:
+        """Let what follows wait until others are done with memory, in the sender's thread.
+
+        Args:
+            arrival: of copies: what follows may write to the values.
+            read: when the copies were read: what is copied next may write to them.
+        """
+        self._from.current_stream(self._source).wait_event(arrival)
+        if self._writes is not None:
+            self._writes.wait_event(read)
+
+    def _started(
+        self, values: Sequence[Any], made: Event | None = None
+    ) -> tuple[Sequence[Any], Event | None]:
         stream = self._reads or self._writes
         if stream is None:
             return [self._copy(value) for value in values], None
         if self._reads is not None:
-            self._reads.wait_event(self._from.current_stream(self._source).record_event())
+            self._reads.wait_event(made or self._now())
         with ExitStack() as streams:
             if self._writes is not None:
                 streams.enter_context(self._to.using(self._writes))
             if self._reads is not None:
                 streams.enter_context(self._from.using(self._reads))
             copies = [self._copy(value) for value in values]
-        arrival = stream.record_event()
-        if self._reads is not None:
-            _used_on(self._reads, values)  # not to be reused before they are copied
-            self._last = arrival
-        return copies, arrival
+        return copies, stream.record_event()
 
     def wait(self, copies: Sequence[Any], arrival: Event | None) -> None:
         """Let what follows in the receiver's thread wait until the copies have arrived."""
@@ -176,25 +227,30 @@ class Copies:
             self._from.current_stream(self._source).wait_event(last)
 
     @torch.no_grad()
-    def into(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def into(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], made: Event | None = None
+    ) -> None:
         """Copy into existing tensors of the target, in the receiver's thread.
 
         The target's current stream waits for the copies; `wait_for_copies` lets the source's wait.
 
         Args:
             pairs: each a tensor on the target, and the tensor on the source that it is to hold.
+            made: when these are there; by default when the current stream has come this far.
         """
         pairs = list(pairs)
         if self._reads is None or not pairs:
             for there, here in pairs:
                 there.data.copy_(here)
             return
-        made = self._from.current_stream(self._source).record_event()
-        self._reads.wait_event(made)
+        self._reads.wait_event(made or self._now())
         with self._from.using(self._reads):
             for there, here in pairs:
                 there.data.copy_(here, non_blocking=True)
         self._last = self._reads.record_event()
+
+    def _now(self) -> Event:
+        return self._from.current_stream(self._source).record_event()
 
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -228,12 +284,17 @@ class Ahead:
         """Forget all values."""
         self.begin({})
 
-    def begin(self, values: Mapping[int, Sequence[Any]]) -> None:
+    def begin(
+        self, values: Mapping[int, Sequence[Any]], made: Mapping[torch.device, Event] = _NEVER
+    ) -> None:
         """Begin a pass. Micro-batches whose values are all on the device are left out of this.
 
         Args:
             values: of micro-batches, by number, in the order in which they are needed.
+            made: when the values on a device are there; by default when its current stream has come
+                as far as it has when a copy begins. Other threads may have put work on it by then.
         """
+        self._made = made
         self._left: deque[tuple[int, Sequence[Any]]] = deque(
             [item for item in values.items() if not self._are_here(item[1])]
         )
@@ -289,10 +350,10 @@ class Ahead:
                 if isinstance(v, torch.Tensor) and v.device == source
             ]
             own = [values[k] for k in places]
-            made, arrival = copies.start(own)
-            for k, copy in zip(places, made, strict=True):
+            copied, arrival = copies.start(own, self._made.get(source))
+            for k, copy in zip(places, copied, strict=True):
                 values[k] = copy
-            waits.append(_Wait(copies, made, arrival))
+            waits.append(_Wait(copies, copied, arrival))
             is_read = source.type == "cpu" and any(map(kind_of(self._device).is_pinned, own))
             if arrival is not None and is_read:
                 self._reading.append(arrival)

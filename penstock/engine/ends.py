@@ -22,6 +22,7 @@ from penstock.capture.trees import (
     versions,
     without_history,
 )
+from penstock.devices.kind import Event
 from penstock.devices.kinds import kind_of
 from penstock.devices.streams import Ahead
 from penstock.engine.microbatch import pieces_of, repeated
@@ -161,15 +162,18 @@ class Feed:
         self.values: list[Values] = []
         self.gradients: dict[int, Gradients] = {}
 
-    def begin(self, values: Sequence[Values], share: Sequence[int]) -> None:
+    def begin(
+        self, values: Sequence[Values], share: Sequence[int], made: Mapping[torch.device, Event]
+    ) -> None:
         """A pass begins: what is elsewhere is copied to the device before it is needed.
 
         Args:
             values: of every micro-batch.
             share: the micro-batches that are run here.
+            made: as of `Order`.
         """
         self.values = list(values)
-        self._ahead.begin({k: self.values[k] for k in share} if self.values else {})
+        self._ahead.begin({k: self.values[k] for k in share} if self.values else {}, made)
 
     def end(self) -> None:
         """A pass has ended well; waits until the script may write what has entered."""
@@ -225,6 +229,7 @@ class Outlet:
         gradients: Mapping[int, Gradients] = MappingProxyType({}),
         keys: Sequence[Key] = (),
         share: Sequence[int] = (),
+        made: Mapping[torch.device, Event] = MappingProxyType({}),
     ) -> None:
         """From now on collect results, or turn them into losses if there is a loss.
 
@@ -234,6 +239,7 @@ class Outlet:
             keys: where the random numbers of every micro-batch are.
             share: the micro-batches that are run here, whose targets are copied to the device
                 before they are needed.
+            made: as of `Order`.
         """
         if self._ahead is not None:
             flat = {}
@@ -241,7 +247,7 @@ class Outlet:
                 targets = {k: loss.targets[k] for k in share}
                 flat = {k: flatten(t) for k, t in targets.items() if not self._is_here(t)}
             self._structures = {k: structure for k, (_, structure) in flat.items()}
-            self._ahead.begin({k: leaves for k, (leaves, _) in flat.items()})
+            self._ahead.begin({k: leaves for k, (leaves, _) in flat.items()}, made)
         self._more = {} if loss is None else map_leaves(self._here, loss.more)
         self.results: dict[int, Values] = {}
         self.gradients: dict[int, Gradients] = dict(gradients)

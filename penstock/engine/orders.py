@@ -12,6 +12,7 @@ from torch import nn
 from penstock.board.memory import Log
 from penstock.capture.calls import Ambient
 from penstock.devices.cores import flushes_denormal
+from penstock.devices.kind import Event
 from penstock.engine.batchnorm import Statistics
 from penstock.engine.ends import Loss
 from penstock.engine.residents import Shape
@@ -53,6 +54,7 @@ class Order:
             runs again; -1 if that is not known.
         at_once: whether the script waits for it as soon as it is started, and nothing else is
             under way.
+        made: of each device with streams, when what the script has there is there, if not at once.
         to_all: whether all processes that run the script get the results, or only the one that
             gives the first stage its batches.
         flushes_denormal: whether the user's thread takes denormal numbers for 0, which is a setting
@@ -78,6 +80,7 @@ class Order:
     assumed: bool = False
     weights_since: int = -1
     at_once: bool = False
+    made: Mapping[torch.device, Event] = field(default_factory=dict)
     to_all: bool = True
     flushes_denormal: bool = field(default_factory=flushes_denormal)
 

@@ -4,9 +4,8 @@ Replicas share the micro-batches of a batch. Each has a stage of its own for eve
 plan, and all of these run the user's one model at the same time, in threads. Two things must not
 depend on which of them is faster:
 
-*Gradients.* A replica computes those of a micro-batch apart from `.grad`. `OrderedSum` adds them
-there in the order of micro-batches, as one device does, through autograd's own accumulation. Who is
-early keeps those of one micro-batch, and goes on until the next backward.
+*Gradients.* A replica computes those of a micro-batch apart from `.grad`. They are added there in
+the order of micro-batches, as on one device (`sums.py`, `gathered.py`).
 
 *What modules remember*, such as BatchNorm's running statistics. Such a module is called for one
 micro-batch after the other (`Turns`). Everything else runs at the same time.
@@ -15,12 +14,12 @@ micro-batch after the other (`Turns`). Everything else runs at the same time.
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,192 +30,22 @@ from penstock.capture.history import history, nests
 from penstock.capture.preserve import own_generators
 from penstock.engine.batchnorm import BatchNorms
 from penstock.engine.ends import Outlet
-from penstock.engine.span import EntryNode, MicroBatch, Span, calls_of, read_by
+from penstock.engine.gathered import GatheredSum, Gathering
+from penstock.engine.span import (
+    OWN_FUNCTIONS,
+    EntryNode,
+    MicroBatch,
+    Span,
+    calls_of,
+    read_by,
+)
 from penstock.engine.stage import Before, Stage
+from penstock.engine.sums import Adding, OrderedSum, Sum
 from penstock.engine.turns import Turns
 from penstock.engine.twins import Twins
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
 from penstock.plan.shares import dealt
-
-Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Leaves of autograd's graph, each once, and what is to be added to the `.grad` of each."""
-
-
-class Sum(Protocol):
-    """Adds the gradients of a replica's micro-batches to those of all replicas, in order.
-
-    Attributes:
-        lends: whether leaves have the sum in `.grad` only within `in_turn`, which has to know them.
-    """
-
-    lends: bool
-
-    def has_come(self, number: int) -> bool:
-        """Whether `.grad` has the sum of all micro-batches before this one.
-
-        Then its backward may add to it itself, as on one device; see `in_turn`.
-        """
-
-    def add(self, number: int, gradients: Sequence[Terms]) -> None:
-        """Add the gradients of a micro-batch, or keep them if it is not its turn yet."""
-
-    def in_turn(
-        self, number: int, earlier: Sequence[Terms], leaves: Sequence[torch.Tensor]
-    ) -> AbstractContextManager[None]:
-        """Around a backward that adds to `.grad` itself, see `OrderedSum.in_turn`."""
-
-    def clear(self) -> None:
-        """Forget what was not added."""
-
-
-Adding = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
-"""Around an addition to the gradients of these leaves: they are those of all replicas."""
-
-
-class OrderedSum:
-    """A replica's part of a sum: the gradients of its micro-batches, each added in its turn.
-
-    Args:
-        turns: of the micro-batches; one is done when its gradients have been added.
-        adding: lets `.grad` of leaves be the sum so far, where replicas do not have it in common.
-    """
-
-    def __init__(self, turns: Turns, adding: Adding = nullcontext) -> None:
-        self.turns = turns
-        self.adding = adding
-        self.lends = adding is not nullcontext
-        self._early: deque[tuple[int, Sequence[Any]]] = deque()
-        self._aliases: dict[int, torch.Tensor] = {}  # of leaves, by their ids
-
-    def has_come(self, number: int) -> bool:
-        """Whether the gradients of all micro-batches before this one have been added."""
-        return self.turns.has_come(number)
-
-    def add(self, number: int, gradients: Sequence[Terms]) -> None:
-        """Add the gradients of a micro-batch, or keep them if it is not its turn yet.
-
-        Args:
-            number: of the micro-batch; larger than those before.
-            gradients: as one device would add them, one after the other.
-        """
-        self._early.append((number, [self._sent(terms) for terms in gradients]))
-        while self._early and self.turns.has_come(self._early[0][0]):
-            self._add(*self._early.popleft())
-
-    def add_kept(self) -> None:
-        """Add the gradients that were kept, in order; waits for the turn of each micro-batch."""
-        while self._early:
-            self.turns.wait(self._early[0][0])
-            self._add(*self._early.popleft())
-
-    def add_pending(self) -> None:
-        """Add the gradients that were kept, and let go of the aliases of leaves."""
-        self.add_kept()
-        self._aliases.clear()
-
-    @contextmanager
-    def in_turn(
-        self, number: int, earlier: Sequence[Terms], leaves: Sequence[torch.Tensor]
-    ) -> Iterator[None]:
-        """Around a backward that adds to `.grad` itself; waits for its micro-batch's turn.
-
-        Args:
-            number: of the micro-batch.
-            earlier: what it has already computed, which is added before.
-            leaves: to whose gradients the backward may add.
-        """
-        self.add_pending()
-        self.turns.wait(number)
-        for terms in earlier:
-            self._add_terms(self._sent(terms))
-        with self.adding(leaves):
-            yield
-
-    def clear(self) -> None:
-        """Forget what was not added."""
-        self._early.clear()
-        self._aliases.clear()
-
-    def _add(self, number: int, gradients: Sequence[Any]) -> None:
-        for sent in gradients:
-            self._add_terms(sent)
-        self.turns.done(number)
-
-    def _sent(self, terms: Terms) -> Any:
-        """Gradients on their way to `.grad`, as soon as they are computed."""
-        return terms
-
-    def _add_terms(self, sent: Any) -> None:
-        """Add gradients that were sent."""
-        with self.adding([leaf for leaf, _ in sent]):
-            self._accumulate(sent)
-
-    def _accumulate(self, terms: Terms) -> None:
-        """Add gradients to `.grad`, with an alias of each leaf alive.
-
-        torch looks up the node that accumulates a leaf's `.grad` under a lock of the leaf. There it
-        has to wait for the GIL if only Python has held the leaf, or that node, until then. The
-        Function that adds waits for the same lock while it holds the GIL: both would wait for ever
-        if the forward of another replica has the lock. An alias and its graph hold the leaf and the
-        node from C++. They are made by an operator, which releases the GIL before it waits.
-        """
-        with torch.enable_grad():
-            for leaf, _ in terms:
-                if id(leaf) not in self._aliases:
-                    self._aliases[id(leaf)] = torch.ops.aten.alias.default(leaf)
-        accumulate(terms)
-
-
-class TwinSum(OrderedSum):
-    """The part of a replica on another device, whose leaves are twins.
-
-    Args:
-        turns: of the micro-batches.
-        twins: know the leaves that these stand for.
-    """
-
-    def __init__(self, turns: Turns, twins: Twins) -> None:
-        super().__init__(turns, twins.lent)
-        self._twins = twins
-
-    def has_come(self, number: int) -> bool:
-        """Never: no backward adds to `.grad` on another device."""
-        super().has_come(number)  # which raises if the pass is given up
-        return False
-
-    def _sent(self, terms: Terms) -> Any:
-        return self._twins.send(terms)
-
-    def _add_terms(self, sent: Any) -> None:
-        self._accumulate(self._twins.arrived(sent))
-
-
-def accumulate(terms: Terms) -> None:
-    """Add gradients to `.grad` as a backward does that has come to these leaves.
-
-    Hooks that come after accumulation are called, layouts are as ever.
-    """
-    if terms:
-        leaves, gradients = zip(*terms, strict=True)
-        with torch.enable_grad():
-            _Given.apply(gradients, *leaves).backward()
-
-
-class _Given(torch.autograd.Function):
-    """A function whose gradients are given: one backward that comes to many leaves.
-
-    As roots of a backward of their own, each leaf would take microseconds of Python.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return torch.zeros((), device=leaves[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.gradients
 
 
 class InOrder:
@@ -225,18 +54,26 @@ class InOrder:
     Args:
         make: makes turns that begin with a number; in all replicas the same in the same order.
         adding: see `OrderedSum`.
+        gathering: where gradients are added if some replicas are on other devices than the first.
 
     Attributes:
         sums: the turns of their gradients.
         adding: see `OrderedSum`.
+        gathering: see above.
         norms: its BatchNorms, if their running statistics are those of the whole batch.
     """
 
     TURNS = 3  # that are made at once; more with every module that has turns
 
-    def __init__(self, make: Callable[[int], Turns], adding: Adding = nullcontext) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], Turns],
+        adding: Adding = nullcontext,
+        gathering: Gathering | None = None,
+    ) -> None:
         self.sums = make(0)
         self.adding = adding
+        self.gathering = gathering
         self.norms = BatchNorms()
         self._make = make
         self._current = threading.local()
@@ -466,14 +303,14 @@ class SummedStage(Stage):
         self._total = total
         self._first_back = 0
         self._number = 0
-        self._terms: list[Terms] = []
+        self._sent: list[Any] = []
 
     def backward(self, microbatch: int) -> None:
         """Run the backward; its gradients are added when those before have been."""
         self._number = self._first_back + microbatch
         super().backward(microbatch)
-        terms, self._terms = self._terms, []
-        self._total.add(self._number, terms)
+        sent, self._sent = self._sent, []
+        self._total.add(self._number, sent)
 
     def _backward_of(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """Compute the gradients of a span's leaves apart from `.grad`, unless it is its turn.
@@ -493,10 +330,11 @@ class SummedStage(Stage):
         ]
         if not pairs:
             return
-        found, nested, functions = Reached.of(root for root, _ in pairs)
-        leaves = [leaf for leaf in found if leaf is not entry.anchor]
-        if (has_come and not functions) or nested or any(leaf._backward_hooks for leaf in leaves):
-            if nested:  # who knows of which graph
+        reached = Reached.of(root for root, _ in pairs)
+        leaves = [leaf for leaf in reached.leaves if leaf is not entry.anchor]
+        in_turn = (has_come and not reached.functions) or reached.nested
+        if in_turn or any(leaf._backward_hooks for leaf in leaves):
+            if reached.nested:  # who knows of which graph
                 leaves = self._parameters()
             self._backward_in_turn(roots, gradients, entry, leaves)
             return
@@ -507,16 +345,15 @@ class SummedStage(Stage):
         if not wanted:
             return
         starts, values = [root for root, _ in pairs], [gradient for _, gradient in pairs]
-        computed = self._computed(starts, wanted, values)
-        self._terms.append(
-            [(leaf, g) for leaf, g in zip(leaves, computed, strict=False) if g is not None]
-        )
+        computed = self._computed(starts, wanted, values, reached)
+        terms = [(leaf, g) for leaf, g in zip(leaves, computed, strict=False) if g is not None]
+        self._sent.append(self._total.send(terms))
 
     def _backward_in_turn(
         self, roots: Roots, gradients: Gradients, entry: EntryNode, leaves: Sequence[torch.Tensor]
     ) -> None:
         """Add to `.grad` of these leaves as a backward does, when this micro-batch has its turn."""
-        earlier, self._terms = self._terms, []
+        earlier, self._sent = self._sent, []
         with self._total.in_turn(self._number, earlier, leaves):
             self._add_directly(roots, gradients, entry)
 
@@ -529,8 +366,16 @@ class SummedStage(Stage):
         starts: Sequence[GradientEdge],
         leaves: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
+        reached: Reached,
     ) -> Sequence[torch.Tensor | None]:
-        """The gradients of leaves, apart from `.grad`; `None` for those that are not reached."""
+        """The gradients of leaves, apart from `.grad`; `None` for those that are not reached.
+
+        Args:
+            starts: where a backward begins.
+            leaves: whose gradients it computes.
+            values: the gradients with which it begins.
+            reached: what it comes to.
+        """
         return torch.autograd.grad(starts, leaves, values, allow_unused=True)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -542,7 +387,7 @@ class SummedStage(Stage):
     def clear(self) -> None:
         """Let go of everything that a step has left."""
         super().clear()
-        self._terms = []
+        self._sent = []
         self._total.clear()
 
 
@@ -560,8 +405,9 @@ class ReplicaStage(SummedStage):
     ) -> None:
         twins = replica.twins.get(index)
         self._sum = OrderedSum(common.sums, common.adding)
-        if twins is not None:
-            self._sum = TwinSum(common.sums, twins)
+        self._gathered: GatheredSum | None = None
+        if common.gathering is not None:
+            self._sum = self._gathered = GatheredSum(common.sums, common.gathering, twins)
         super().__init__(index, source, sink, self._sum)
         self.norms = common.norms
         self._common = common
@@ -596,7 +442,30 @@ class ReplicaStage(SummedStage):
         """
         if self._shares_evenly:
             self._sum.add_kept()
+        if self._gathered is not None:
+            self._gathered.let_go()
         super().backward(microbatch)
+
+    def _computed(
+        self,
+        starts: Sequence[GradientEdge],
+        leaves: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        reached: Reached,
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of leaves, but for those that are on their way already.
+
+        None is before the backward has ended if that may run another one, which may add to it.
+        """
+        if self._gathered is None or reached.functions - OWN_FUNCTIONS:
+            return super()._computed(starts, leaves, values, reached)
+        with self._gathered.sending(leaves) as early:
+            found = super()._computed(starts, leaves, values, reached)
+        self._sent += early.sent
+        return [
+            None if id(leaf) in early.leaves else gradient
+            for leaf, gradient in zip(leaves, found, strict=True)
+        ]
 
     def forward(self, microbatch: int) -> None:
         """Run the spans; modules that remember something wait for their turns."""

@@ -3,7 +3,8 @@
 The user's modules and parameters are on the devices of the first replica. Another replica runs
 twins: modules of the same classes that share everything with the user's but what is in a device's
 memory. Before a pass, twins are given what the user's modules have by then (`refresh`). Gradients
-travel to the user's parameters, where they are added in the order of micro-batches (`TwinSum`).
+travel to the user's parameters, where they are added in the order of micro-batches
+(`gathered.py`).
 Buffers that forwards change travel there and back when a micro-batch has its turn (`fetch`,
 `give_back`).
 """
@@ -21,10 +22,10 @@ from torch import nn
 
 from penstock.capture.lowering import StageModule
 from penstock.capture.preserve import own_generators
+from penstock.devices.kind import Event
 from penstock.devices.streams import Copies
 from penstock.engine.span import Span
 from penstock.errors import InputError
-from penstock.links.link import Gradients
 
 
 class _Twin(NamedTuple):
@@ -139,10 +140,11 @@ class Twins:
 
     # -- what is in it ------------------------------------------------------------------------
 
-    def refresh(self, all_of_it: bool) -> None:
+    def refresh(self, made: Event, all_of_it: bool) -> None:
         """Bring the twins up to date with the originals; called by the worker that runs the twins.
 
         Args:
+            made: when the originals are what they are to be.
             all_of_it: whether to copy tensors even if their versions and addresses are the same: a
                 write to `.data` does not increase the version.
         """
@@ -161,7 +163,7 @@ class Twins:
                     stale.append((twin, original.detach()))
                     self._held[key] = now
             self._leaves = {id(twin): original for original, twin in self._tensors.values()}
-            self._there.into(stale)
+            self._there.into(stale, made)
 
     def _again(self, before: Mapping[int, _Twin]) -> None:
         for original, twin in list(self._modules.items()):
@@ -226,29 +228,39 @@ class Twins:
     # -- gradients ----------------------------------------------------------------------------
 
     def send(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sent:
-        """Start to copy gradients of twins to the originals' device."""
-        leaves = [self._leaves.get(id(leaf), leaf) for leaf, _ in terms]
-        made, arrival = self._back.start([gradient for _, gradient in terms])
-        return Sent(leaves, made, arrival)
+        """Start to copy gradients of twins to the originals' device.
 
-    def arrived(self, sent: Sent) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Gradients that were sent, for what comes on the originals' device."""
-        self._back.wait(sent.gradients, sent.arrival)
-        return list(zip(sent.leaves, sent.gradients, strict=True))
+        Until `let_go`, the gradients and the copies must be kept.
+        """
+        leaves = [self._leaves.get(id(leaf), leaf) for leaf, _ in terms]
+        gradients = [gradient for _, gradient in terms]
+        made, arrival = self._back.begin(gradients)
+        return Sent(leaves, made, arrival, gradients)
+
+    def let_go(self, sent: Sent, added: Event) -> None:
+        """Let what follows wait until gradients are copied, and until the copies are added.
+
+        Args:
+            sent: the gradients.
+            added: when they are added.
+        """
+        self._back.let_go(sent.ready, added)
 
 
 class Sent(NamedTuple):
-    """Gradients on their way.
+    """Gradients on their way to where they are added.
 
     Attributes:
-        leaves: the originals of what they are of.
-        gradients: the copies.
-        arrival: the event of it.
+        leaves: what they are of: the originals.
+        gradients: on the originals' device.
+        ready: when they are there.
+        twins: what they are copies of; none if they were computed there.
     """
 
     leaves: Sequence[torch.Tensor]
-    gradients: Gradients | Sequence[Any]
-    arrival: Any
+    gradients: Sequence[torch.Tensor]
+    ready: Event
+    twins: Sequence[torch.Tensor] = ()
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:

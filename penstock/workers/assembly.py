@@ -202,11 +202,11 @@ class Assembly:
                 for each in self._once[stage.index].values():
                     each.begin([m.way for m in order.microbatches], order.weights_since)
             if stage.index == 0:
-                self.feed.begin(order.values, share)
+                self.feed.begin(order.values, share, order.made)
             if stage.index == self._last:
                 keys = [m.key for m in order.microbatches]
                 self._endings.taken = [(m.sizes, m.way) for m in order.microbatches]
-                self.outlet.begin(order.loss, order.gradients, keys, share)
+                self.outlet.begin(order.loss, order.gradients, keys, share, order.made)
             if order.what == "backward":
                 stage.held = self._waiting.pop((order.number, stage.index))
 

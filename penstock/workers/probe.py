@@ -19,9 +19,10 @@ from torch import nn
 from penstock.capture.randomness import Key
 from penstock.engine.compile import compile_actions
 from penstock.engine.ends import Endings, Feed, Outlet
-from penstock.engine.replicas import Adding, OrderedSum, SummedStage
+from penstock.engine.replicas import SummedStage
 from penstock.engine.span import MicroBatch, Span
 from penstock.engine.stage import Stage
+from penstock.engine.sums import Adding, OrderedSum
 from penstock.engine.turns import LocalTurns
 from penstock.links.link import Sink, Source
 from penstock.profile.data import Link, Profile

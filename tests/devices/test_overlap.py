@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
+from penstock.devices.kinds import kind_of
+from penstock.devices.streams import Ahead, Handover
 from penstock.observe.trace import RecordedTimeline
 from penstock.schedule import Action, Event, Kind, build
 from penstock.simulate import Network, simulate
@@ -150,3 +153,89 @@ def test_copies_on_the_stream_that_computes_take_longer() -> None:
         slow = Mutation("penstock.devices.streams", lines, ["penstock.links.local.Copies"], [])
         with slow.made():
             assert measured("1f1b", 2.5) > 1.05 * right
+
+
+# -- replicas -------------------------------------------------------------------------------------
+
+WEIGHTS = 2 * sum(BLOCKS)  # tensors
+
+
+def of_replicas(copy: float, bucket: int = 0) -> float:
+    """The seconds of a step of two replicas of all blocks; each has half of the micro-batches."""
+    devices = ("sim:0", "sim:1")
+    case = Case(_blocks, (), shape=(3,), devices=devices, replicas=2)
+    lengths = {"aten.tanh.default": FORWARD, "aten.tanh_backward.default": BACKWARD, "copy": copy}
+    machine = Machine(2, seed=1, seconds=lengths)
+    with simulated(machine), mock.patch("penstock.engine.gathered.BUCKET", bucket):
+        model = case.model().to(devices[0])
+        x, y = torch.randn(2, MICROBATCHES, 3, device=devices[0])
+        program = ps.capture(model, (x,))
+        with ps.Pipeline(
+            model,
+            (x,),
+            devices=devices,
+            plan=plan_of(case, program, MICROBATCHES),
+            program=program,
+            workers="threads",
+            audit=None,
+            progress=None,
+        ) as pipe:
+            for _ in range(2):  # the first one looks at the loss
+                pipe.model.zero_grad()
+                machine.run_all()
+                for stream in machine.streams:
+                    stream.clock = 0.0
+                pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
+                machine.run_all()
+            return max(stream.clock for stream in machine.streams)
+
+
+def predicted_of_replicas(copy: float, last: int) -> float:
+    """Weights come first, then the last gradients of the last backward, and the losses at the end.
+
+    Nothing waits for inputs, targets, and all other gradients.
+    """
+    each = MICROBATCHES // 2
+    computing = each * sum(BLOCKS) * (FORWARD + BACKWARD)
+    return computing + (WEIGHTS + last + each) * copy
+
+
+@pytest.mark.parametrize("copy", [0.0, 0.1, 1.0])
+def test_gradients_of_replicas_come_while_others_are_computed(copy: float) -> None:
+    assert of_replicas(copy) == pytest.approx(predicted_of_replicas(copy, last=2), rel=0.01)
+
+
+def test_gradients_in_one_bucket_come_when_a_backward_has_ended() -> None:
+    expected = predicted_of_replicas(0.1, last=WEIGHTS)
+    assert of_replicas(0.1, bucket=1 << 20) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_the_script_gives_is_not_behind_what_others_compute(knows: bool) -> None:
+    """Another thread may have put work on the stream since: it is the default one of all."""
+    machine = Machine(2, seconds={"aten.tanh.default": FORWARD, "copy": 0.5})
+    here, there = machine.devices
+    with simulated(machine):
+        x = torch.zeros(3, device=here)
+        made = {here: machine.defaults[0].record_event()}
+        torch.tanh(x)
+        ahead = Ahead(there)
+        ahead.begin({0: [x]}, made if knows else {})
+        ahead.take(0)
+        machine.run_all()
+    assert machine.defaults[1].clock == (0.5 if knows else FORWARD + 0.5)
+
+
+def test_streams_beside_are_in_order_with_those_of_the_caller() -> None:
+    machine = Machine(1, seconds={"aten.tanh.default": FORWARD})
+    (here,) = machine.devices
+    with simulated(machine):
+        beside = machine.new_stream(here)
+        torch.tanh(torch.zeros(3, device=here))
+        handover = Handover([here])
+        with handover.taken(beside=[beside]), kind_of(here).using(beside):
+            torch.tanh(torch.zeros(3, device=here))
+        assert machine.defaults[0].clock < 2 * FORWARD
+        handover.back()
+        machine.run_all()
+    assert beside.clock == machine.defaults[0].clock == 2 * FORWARD

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.engine.replicas import OrderedSum
+from penstock.engine.sums import OrderedSum
 from tests.support.models import replicated, uniform_plan
 from tests.support.training import assert_same
 

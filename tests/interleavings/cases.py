@@ -96,7 +96,9 @@ class Case:
         given: where inputs and targets are: with the first and last stage, on the `"cpu"`, or
             `"pinned"` there, and written when a step is over.
         replicas: of the stages; they share the devices.
+        shares: how many micro-batches each runs, if not equally many.
         more: whether it maps batches, evaluates a loss, records a timeline, saves and restores.
+        adds_up: whether a step adds its gradients to half of those of the step before.
     """
 
     build: Callable[[], nn.Module]
@@ -110,7 +112,9 @@ class Case:
     own_streams: bool = False
     given: str = ""
     replicas: int = 1
+    shares: tuple[int, ...] = ()
     more: bool = False
+    adds_up: bool = False
 
     def on(self, kind: str, count: int) -> Case:
         """The same on so many devices of a kind, which stand for all there are."""
@@ -188,6 +192,10 @@ CASES: dict[str, Case] = {
     ),
     "replicas of images": Case(Images, (), shape=(2, 6, 6), replicas=2, more=True),
     "replicas of images, recomputed": Case(Images, (), shape=(2, 6, 6), replicas=2, recompute=True),
+    "replicas, adding up": Case(_chain, (), replicas=2, adds_up=True, own_streams=True),
+    "replicas, adding up, the second one first": Case(
+        _chain, (), replicas=2, shares=(1, 2), adds_up=True, own_streams=True
+    ),
     "replicas, tied": Case(Tied, (), integers=True, replicas=2, given="pinned"),
     "replicas of stages": Case(Skips, (4,), devices=_FOUR_DEVICES, replicas=2, more=True),
     "replicas of stages, tied": Case(

@@ -168,14 +168,35 @@ MUTATIONS: dict[str, Mutation] = {
     "weights are written before replicas have them": _twins(
         ("        self._there.wait_for_copies()\n", "        pass\n"), cases=_REPLICAS
     ),
-    "no wait for gradients of replicas": _twins(
-        ("        self._back.wait(sent.gradients, sent.arrival)\n", ""), cases=_REPLICAS
+    "no wait for gradients of replicas": Mutation(
+        "penstock.engine.gathered",
+        [("        self.stream.wait_event(sent.ready)\n", "")],
+        ["penstock.workers.threads.workers.Gathering"],
+        _REPLICAS,
     ),
     "nobody waits for sums of replicas": Mutation(
         "penstock.workers.threads.workers",
-        [("*([twins.home] if twins else [])", "")],
+        [("beside=[gathering.stream] if gathering else []", "beside=[]")],
         ["penstock.workers.threads.backend.ThreadWorkers"],
-        ["three replicas, own streams"],
+        _REPLICAS,
+    ),
+    "gradients of replicas are freed before they are copied": Mutation(
+        "penstock.devices.streams",
+        [("self._from.current_stream(self._source).wait_event(arrival)", "pass")],
+        ["penstock.engine.twins.Copies"],
+        _REPLICAS,
+    ),
+    "copies of gradients are freed before they are added": Mutation(
+        "penstock.devices.streams",
+        [("self._writes.wait_event(read)", "pass")],
+        ["penstock.engine.twins.Copies"],
+        _REPLICAS,
+    ),
+    "the first replica's gradients are freed before they are added": Mutation(
+        "penstock.engine.gathered",
+        [("self._gathering.wait(added)", "pass")],
+        ["penstock.engine.replicas.GatheredSum"],
+        _REPLICAS,
     ),
     "no record_stream of what the user gets": _handover(
         ("kind.used_on(kind.current_stream(value.device), value)", "pass"), cases=_OWN

@@ -124,7 +124,7 @@ def computed(case: Case, device: str = "cpu") -> dict[str, Tensor]:
                 found["evaluation"] = oracle.merged(oracle.forwards(0))
                 _scale(model)
             model.train()
-        optimizer.zero_grad()
+        _begin(case, step, model, optimizer)
         found[f"loss {step}"] = oracle.train_step(step, _LOSS, y)
         found.update(_state(model, step))
         optimizer.step()
@@ -212,7 +212,7 @@ def run(
                     found["evaluation"] = pipe(x)
                     _scale(pipe.model)
                 pipe.train()
-            optimizer.zero_grad()
+            _begin(case, step, pipe.model, optimizer)
             with pipe.recording() if case.more else nullcontext([]) as timelines:
                 found[f"loss {step}"] = pipe.train_step(x, target=y, loss_fn=_LOSS)
             for value in (x, y) if case.given else ():
@@ -288,6 +288,16 @@ def _own_streams(case: Case) -> Iterator[None]:
         yield
 
 
+def _begin(case: Case, step: int, model: nn.Module, optimizer: Any) -> None:
+    """Before a step: no gradients, or half of those of the step before."""
+    if not case.adds_up or step == 0:
+        optimizer.zero_grad()
+        return
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
 def _scale(model: nn.Module) -> None:
     """Change weights in place, as soon as an evaluation has been asked for."""
     for parameter in model.parameters():
@@ -338,6 +348,7 @@ def plan_of(case: Case, program: Program, num_microbatches: int = MICROBATCHES) 
         other_replicas=tuple(
             case.devices[each * k : each * (k + 1)] for k in range(1, case.replicas)
         ),
+        shares=case.shares,
         bound_seconds=1e-3,
         one_device_seconds=None,
     )
@@ -361,6 +372,7 @@ def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
                 SimpleNamespace(Condition=hosts.condition, get_ident=threading.get_ident),
             ),
             mock.patch("penstock.devices.streams._PAGEABLE", 0),
+            mock.patch("penstock.engine.gathered.BUCKET", 100),
             mock.patch("penstock.links.local.SimpleQueue", hosts.queue),
             mock.patch("penstock.workers.thread_pool.SimpleQueue", hosts.queue),
         ):

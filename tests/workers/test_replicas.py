@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.comparison.reference import run_with_threads
-from penstock.engine.replicas import OrderedSum
 from penstock.engine.state import State
+from penstock.engine.sums import OrderedSum
 from penstock.engine.turns import LocalTurns
 from penstock.links.local import Aborted
 from tests.support.models import AddsItself, Remembers, replicated, uniform_plan

@@ -20,8 +20,9 @@ from penstock.board.memory import Record
 from penstock.devices.kinds import kind_of
 from penstock.devices.streams import on
 from penstock.engine.orders import Order
-from penstock.engine.replicas import ONLY, Adding
+from penstock.engine.replicas import ONLY
 from penstock.engine.residents import Residents
+from penstock.engine.sums import Adding
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import DeviceFor, pack, portable, unpack

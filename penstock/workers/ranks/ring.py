@@ -33,9 +33,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.engine.batchnorm import Seen
-from penstock.engine.replicas import Reached, Replica, SummedStage, Terms, accumulate
+from penstock.engine.replicas import Reached, Replica, SummedStage
 from penstock.engine.span import OWN_FUNCTIONS, EntryNode, MicroBatch, Span
 from penstock.engine.stage import Before, Stage
+from penstock.engine.sums import Terms, accumulate
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Sink, Source, Values
 from penstock.links.process_group import GroupEnd
@@ -156,13 +157,17 @@ class ChainedSum:
         """Whether `.grad` has the sum of all micro-batches before those of this replica."""
         return self._has_come
 
-    def add(self, number: int, gradients: Sequence[Terms]) -> None:
+    def send(self, terms: Terms) -> Terms:
+        """Gradients of a micro-batch, which stay here."""
+        return terms
+
+    def add(self, number: int, sent: Sequence[Terms]) -> None:
         """Add the gradients of a micro-batch, or keep them until the sum of those before comes.
 
         Raises:
             InputError: there are some of tensors that other replicas do not have.
         """
-        for leaf, gradient in (term for terms in gradients for term in terms):
+        for leaf, gradient in (term for terms in sent for term in terms):
             if id(leaf) not in self._number:
                 raise InputError(
                     f"the loss has a gradient for a tensor of shape {tuple(leaf.shape)} that is no "
@@ -173,7 +178,7 @@ class ChainedSum:
             if not self._has_come:
                 self._kept.setdefault(id(leaf), []).append(gradient)
         if self._has_come:
-            for terms in gradients:
+            for terms in sent:
                 accumulate(terms)
 
     @contextmanager
@@ -426,16 +431,19 @@ class RingStage(SummedStage):
     def _backward_of(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """The backward of a span; after the last one its parameters' gradients are final."""
         super()._backward_of(roots, gradients, entry)
-        if not self._left and self._chain.overlaps:
-            terms, self._terms = self._terms, []
-            self._chain.add(self._number, terms)
+        if self._is_ending:
+            sent, self._sent = self._sent, []
+            self._chain.add(self._number, sent)
             self._chain.final(self._ends_now().values())
         self._at -= 1
 
     def _add_directly(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """Add to `.grad`; see `_backward_of`."""
-        leaves = self._final_in([root for root in roots if root is not None])
-        with self._chain.awaiting(leaves):
+        if not self._is_ending:
+            super()._add_directly(roots, gradients, entry)
+            return
+        reached = Reached.of(root for root in roots if root is not None)
+        with self._chain.awaiting(self._final_in(reached)):
             super()._add_directly(roots, gradients, entry)
 
     def _computed(
@@ -443,23 +451,28 @@ class RingStage(SummedStage):
         starts: Sequence[GradientEdge],
         leaves: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
+        reached: Reached,
     ) -> Sequence[torch.Tensor | None]:
         """The gradients of leaves, but for those that have already been added to the sum."""
-        with self._chain.catching(self._final_in(starts)) as caught:
-            found = super()._computed(starts, leaves, values)
+        final = self._final_in(reached) if self._is_ending else []
+        with self._chain.catching(final) as caught:
+            found = super()._computed(starts, leaves, values, reached)
         return [
             None if id(leaf) in caught else gradient
             for leaf, gradient in zip(leaves, found, strict=True)
         ]
 
-    def _final_in(self, starts: Sequence[GradientEdge]) -> list[nn.Parameter]:
+    @property
+    def _is_ending(self) -> bool:
+        """Whether gradients become final in the present backward, which is the last one."""
+        return not self._left and self._chain.overlaps
+
+    def _final_in(self, found: Reached) -> list[nn.Parameter]:
         """The parameters whose gradients become final in a backward, each when it is computed.
 
         None, if the backward may run another one, which may add to any of them.
         """
-        if self._left or not self._chain.overlaps:
-            return []
-        ending, found = self._ends_now(), Reached.of(starts)
+        ending = self._ends_now()
         if found.nested or found.functions - OWN_FUNCTIONS:
             return []
         leaves = {id(leaf) for leaf in found.leaves}

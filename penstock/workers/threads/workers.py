@@ -24,6 +24,7 @@ from penstock.devices.streams import Handover, with_streams
 from penstock.engine.batchnorm import move
 from penstock.engine.dealing import Dealer
 from penstock.engine.ends import to_device
+from penstock.engine.gathered import Gathering
 from penstock.engine.orders import Order, Outcome
 from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.residents import Residents
@@ -79,11 +80,17 @@ class ThreadWorkers(Workers):
         self.homes = homes = [devices[worker] for worker in plan.placement]
         self._records: dict[int, Record] = {}  # by the thread that writes them
         self._turns = AllTurns(self._records)
-        stages = range(len(plan.stages) if plan.replicas > 1 else 0)
-        shared = {index: InOrder(self._turns.make) for index in stages}
         self._gate = gate
         self._with_streams = with_streams(devices)
         self._twins = _twins(devices, count)
+        self._gatherings = {
+            place: Gathering(devices[place])
+            for place in dict.fromkeys(number % count for number in self._twins)
+        }
+        shared = {
+            index: InOrder(self._turns.make, gathering=self._gatherings.get(place))
+            for index, place in enumerate(plan.placement if plan.replicas > 1 else ())
+        }
         self._replicas = [
             Replica(k, plan.weights, k * count, shared, self._twins_of_stages(k))
             for k in range(plan.replicas)
@@ -160,6 +167,7 @@ class ThreadWorkers(Workers):
     def start(self, order: Order) -> PassTicket:
         """Give every thread its part of a pass."""
         order = order.changed(before=self._ran)
+        backups = self._before_replicas(order)
         handover = Handover(self._with_streams)
         fresh = not self._handovers
         dealer = None
@@ -171,7 +179,7 @@ class ThreadWorkers(Workers):
         ]
         self._forget_casts()
         try:
-            self._backups.begin(order.number, self._before_replicas(order))
+            self._backups.begin(order.number, backups)
             for common in self._in_order:
                 common.watch()
             count = len(order.microbatches)
@@ -234,10 +242,11 @@ class ThreadWorkers(Workers):
         """
         twins = self._twins.get(member.number)
         used = [self.devices[member.number], *([twins.home] if twins else [])]
-        with handover.taken(*used):
+        gathering = self._gatherings.get(member.place)
+        with handover.taken(*used, beside=[gathering.stream] if gathering else []):
             if twins:
-                twins.refresh(fresh)
-            outcome = self._own_part(member, order, dealer)
+                twins.refresh(handover.before[twins.home], fresh)
+            outcome = self._own_part(member, order.changed(made=handover.before), dealer)
             if twins:
                 twins.wait_for_copies()
             for link, sends in self._ends[member.number]:  # what was sent may be written now
