@@ -179,12 +179,12 @@ def gathering_seconds(
 ) -> float:
     """Seconds by which a step is longer because gradients are added on the first replica's device.
 
-    Every other replica sends the gradients of each of its micro-batches there. Those of the last
-    micro-batches arrive after the backwards, all at the same time. Earlier ones travel during the
-    passes, as far as there is time.
+    Before a pass every other replica gets the weights from there. It sends back the gradients of
+    each of its micro-batches, in buckets. The last buckets arrive after the backwards, all at the
+    same time. Others travel during the passes, as far as there is time.
 
     Args:
-        size: bytes of gradients of a micro-batch.
+        size: bytes of weights, and of gradients of a micro-batch.
         replicas: how many there are.
         share: how many micro-batches each runs.
         link: to the first replica's device, the slowest.
@@ -192,9 +192,10 @@ def gathering_seconds(
         seconds: that the passes take.
     """
     others = (replicas - 1) * size
-    arriving = others / link.bytes_per_second if link.bytes_per_second else 0.0
-    late = max(arriving, share * arriving - seconds)
-    return late + link.latency_seconds + others / adding
+    copying = others / link.bytes_per_second if link.bytes_per_second else 0.0
+    last = copying * min(size, BUCKET) / size if size else 0.0
+    late = max(last, share * copying - seconds)
+    return copying + late + 2 * link.latency_seconds + others / adding
 
 
 def adding_seconds(sizes: Sequence[float], replicas: int, adding: float) -> float:

@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.plan.alternatives import gathering_seconds
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans
-from penstock.plan.shares import blocks, dealt, rows_of_replicas
+from penstock.plan.shares import BUCKET, blocks, dealt, rows_of_replicas
 from penstock.plan.stages import EFFORT
 from penstock.plan.text import replicas
 from penstock.profile import DeviceProfile
@@ -379,6 +379,14 @@ def test_the_first_replica_has_all_optimizer_state_in_one_process() -> None:
 
 def test_gradients_travel_to_the_first_replica_while_others_are_computed() -> None:
     link = Link(latency_seconds=1.0, bytes_per_second=10.0)
-    beside = gathering_seconds(20.0, 3, 4, link, adding=5.0, seconds=100.0)
-    assert beside == 2 * 20 / 10 + 1 + 2 * 20 / 5  # the last ones of two replicas
-    assert gathering_seconds(20.0, 3, 4, link, adding=5.0, seconds=10.0) == beside + 4 * 4 - 10 - 4
+    size, replicas, share = 4.0 * BUCKET, 3, 4
+    copying = 2 * size / 10  # the weights, to two replicas, or gradients of a micro-batch from them
+    adding = 2 * size / 5
+
+    def beside(seconds: float) -> float:
+        return gathering_seconds(size, replicas, share, link, adding=5.0, seconds=seconds)
+
+    assert beside(1e12) == copying + 2 * BUCKET / 10 + 2 + adding  # the last buckets of two
+    assert beside(10.0) == copying + (share * copying - 10) + 2 + adding
+    small = gathering_seconds(20.0, replicas, share, link, adding=5.0, seconds=100.0)
+    assert small == 2 * 2 * 20 / 10 + 2 + 2 * 20 / 5
