@@ -3,8 +3,11 @@
     python -m penstock.bench gpus [--devices cuda:0 cuda:1] [--models tiny gpt2 resnet50]
         [--rounds 7] [--steps 5] [--quick] [--json FILE] [--record]
 
-All contestants train the same model on the same micro-batches, in float32 or under autocast to
-bfloat16, with the same settings of PyTorch; the loop accumulates gradients over the micro-batches.
+All contestants train the same model on the same micro-batches with SGD, in float32 or under
+autocast to bfloat16, with the same settings of PyTorch; the loop accumulates gradients over the
+micro-batches. Two of them are PyTorch's own way to use several GPUs, with a process for each:
+`DistributedDataParallel`, and `torch.distributed.pipelining` with stages that are cut where
+Penstock cuts, with the schedules GPipe and 1F1B. Who cannot run says why.
 A turn is `--steps` steps and ends when the GPU has finished them; the order of turns is drawn anew
 for every round. The results are ratios to the loop whose batch is on the GPU: the median, the
 smallest and the largest of all rounds.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +32,13 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.bench import record
+from penstock.bench.compare import penstock_cut
+from penstock.bench.contestants import RATE
+from penstock.bench.peers.data_parallel import data_parallel
+from penstock.bench.peers.peer import Recipe, reason_of
+from penstock.bench.peers.torch_pipelining import torch_pipelining
+from penstock.bench.peers.workload import Workload
+from penstock.bench.scouting import Make
 from penstock.bench.subjects import (
     gpt2_like,
     gpt2_logits,
@@ -63,19 +73,24 @@ def cases(quick: bool) -> dict[str, Case]:
     }
 
 
-class _Course:
+class Course:
     """A case on some devices, and its contestants.
 
     Args:
         case: what is trained.
         devices: the devices of pipelines; the loop runs on the first.
         steps: the number of steps in a turn.
+
+    Attributes:
+        failed: the peers that could not run, and why.
     """
 
     def __init__(self, case: Case, devices: Sequence[torch.device], steps: int) -> None:
         self._build, data, self._loss, self._dtype = case
         self._devices, self._first = devices, devices[0]
         self._steps = steps
+        self.failed: dict[str, str] = {}
+        self._data = data
         x, y = data()
         kind = kind_of(self._first)
         self._given = {
@@ -93,6 +108,7 @@ class _Course:
     def loop(self, where: str) -> Contestant:
         """A loop of plain PyTorch on the first device; `where` says where the batch is."""
         model = self._build().to(self._first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         x, y = self._given[where]
 
         def step() -> None:
@@ -103,7 +119,8 @@ class _Course:
                 with self.modes():
                     loss = self._loss(model(here), target) * (len(part) / len(x))
                 loss.backward()
-            model.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
         return self._contestant(f"loop, {where}", step)
 
@@ -114,17 +131,51 @@ class _Course:
         x, y = self._given[where]
         options = {"num_microbatches": MICROBATCHES, "progress": None, **options}
         with self.modes(), ps.Pipeline(model, (x.to(self._first),), **options) as pipe:
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=RATE)
 
             def step() -> None:
                 with self.modes():
                     pipe.train_step(x, target=y, loss_fn=self._loss)
-                model.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
 
             made = self._contestant(f"{name}, {where}", step)
             made.facts.update(
-                plan=pipe.plan.summary, predicted_step_seconds=pipe.plan.predicted_step_seconds
+                plan=pipe.plan.summary,
+                predicted_step_seconds=pipe.plan.predicted_step_seconds,
             )
             yield made
+
+    def peers(self) -> dict[str, Make]:
+        """PyTorch's own ways to train on these devices, by name."""
+        names = tuple(map(str, self._devices))
+        work = Workload(
+            self._build,
+            self._data,
+            self._loss,
+            MICROBATCHES,
+            learning_rate=RATE,
+            devices=names,
+            autocast=self._dtype,
+        )
+
+        def staged(schedule: str) -> Recipe:
+            program = ps.capture(self._build(), (self._given["on the CPU"][0],))
+            costs = ps.profile(program, devices=names)
+            stages = penstock_cut(program, costs, MICROBATCHES, schedule)
+            return torch_pipelining(work, stages, schedule, processes=len(names))
+
+        ranks = f"DistributedDataParallel, {len(names)} ranks"
+        made: dict[str, Make] = {ranks: partial(data_parallel, work, processes=len(names))}
+        for schedule in ("GPipe", "1F1B"):
+            made[f"torch.distributed.pipelining, {schedule}"] = partial(staged, schedule)
+        return made
+
+    @contextmanager
+    def peer(self, name: str, recipe: Recipe) -> Iterator[Contestant]:
+        """Processes that run a recipe; they end with the context."""
+        with closing(recipe.start()) as peer:
+            yield Contestant(name, lambda: peer.step(self._steps))
 
     def _contestant(self, name: str, step: Callable[[], None]) -> Contestant:
         def turn() -> float:
@@ -139,7 +190,10 @@ class _Course:
         return Contestant(name, turn)
 
     def everybody(self, stack: ExitStack) -> list[Contestant]:
-        """All contestants; the first is what the others are compared with."""
+        """All contestants; the first is what the others are compared with.
+
+        Those that cannot run are in `failed`, each with why.
+        """
         one, several = [str(self._first)], [str(device) for device in self._devices]
         made = [self.loop(where) for where in self._given]
         alone: dict[str, Any] = {"devices": one, "replicas": 1}
@@ -156,13 +210,19 @@ class _Course:
             places = self._given if name == "Penstock" else ["on the GPU"]
             for where in places:
                 made.append(stack.enter_context(self.pipeline(name, where, **options)))
+        if len(several) > 1:
+            for name, make in self.peers().items():
+                try:
+                    made.append(stack.enter_context(self.peer(name, make())))
+                except Exception as error:
+                    self.failed[name] = reason_of(error)
         return made
 
 
 def peaks(case: Case, device: torch.device) -> dict[str, int]:
     """Peak bytes on a device in the second step: of the loop, of Penstock, and with CUDA graphs."""
     found, kind = {}, kind_of(device)
-    course = _Course(case, [device], 1)
+    course = Course(case, [device], 1)
     ways: dict[str, dict[str, Any]] = {"Penstock": {}, "CUDA graphs": {"cuda_graphs": True}}
     for name in ("loop", *ways):
         with ExitStack() as stack:
@@ -202,7 +262,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in options.models:
         case = cases(options.quick)[name]
         with ExitStack() as stack:
-            course = _Course(case, devices, options.steps)
+            course = Course(case, devices, options.steps)
             made = course.everybody(stack)
             seconds = take_turns(made, options.rounds, warm_up=1 + AUDITED // options.steps)
         row = {
@@ -212,6 +272,7 @@ def main(arguments: Sequence[str]) -> int:
                 {"name": each.name, "seconds": times, **each.facts}
                 for each, times in zip(made, seconds, strict=True)
             ],
+            "failed": course.failed,
             "peaks": peaks(case, devices[0]) if kind_of(devices[0]).has_streams else {},
         }
         found.append(row)
@@ -233,5 +294,7 @@ def report(row: dict[str, Any]) -> None:
             f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}){prediction}",
             flush=True,
         )
+    for name, reason in row["failed"].items():
+        print(f"  {name:34} could not run: {reason}")
     peaks = {name: f"{size / 2**20:.0f} MiB" for name, size in row["peaks"].items()}
     print(f"  peak memory of a step: {peaks}", flush=True)

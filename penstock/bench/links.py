@@ -139,7 +139,7 @@ class GlooRank:
     """One of two ranks over gloo."""
 
     def __init__(self, place: Place) -> None:
-        place.join_gloo()
+        place.join()
         self._rank = place.rank
 
     def exchange(self, size: int, times: int) -> list[float]:

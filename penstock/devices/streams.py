@@ -76,6 +76,9 @@ class Handover:
                 these have used other streams; values other than tensors are ignored.
         """
         _await(self._after)
+        for device, event in self._after:  # a pass that failed may have left work beside
+            if device in self._streams:
+                self._streams[device].wait_event(event)
         own = {device: kind_of(device).current_stream(device) for device in self._streams}
         if own == self._streams:
             return
@@ -166,10 +169,10 @@ class Copies:
     def begin(self, values: Sequence[Any]) -> tuple[Sequence[Any], Event]:
         """Start to copy as `start` does, between two devices with streams, for a sender who waits.
 
-        The values must be kept until `let_go`, and the copies as well. Then their memory is free
-        for what comes on the streams on which it was allocated. With `start`, it is free when the
-        process notices that the device is done: one that is ahead of its devices takes more memory
-        meanwhile.
+        The values must be kept until `wait_before_reuse`, and the copies as well. Then their memory
+        is free for what comes on the streams on which it was allocated. With `start`, it is free
+        when the process notices that the device is done: one that is ahead of its devices takes
+        more memory meanwhile.
 
         Returns:
             the copies, and the event of their arrival.
@@ -179,7 +182,7 @@ class Copies:
             raise TypeError(f"no streams on {self._source} and {self._target}")
         return copies, arrival
 
-    def let_go(self, arrival: Event, read: Event) -> None:
+    def wait_before_reuse(self, arrival: Event, read: Event) -> None:
         """Let what follows wait until others are done with memory, in the sender's thread.
 
         Args:

@@ -7,7 +7,8 @@ waits for copies that arrive and for gradients that are computed there; what com
 Memory is not given back by `record_stream`: a process that is ahead of its devices would take that
 of all micro-batches. Instead gradients are kept, and before its next backward a replica lets its
 stream wait for whoever reads those of the one before, which are mostly done (`GatheredSum.let_go`).
-So a replica takes the memory of one micro-batch's gradients, and as much for the copies.
+So with equal shares a replica takes the memory of one micro-batch's gradients, and as much for the
+copies.
 """
 
 from __future__ import annotations
@@ -149,18 +150,23 @@ class GatheredSum(OrderedSum):
             yield early
             return
         bucket: list[tuple[torch.Tensor, torch.Tensor]] = []
+        room = BUCKET
 
         def computed(leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            nonlocal room
             if gradient is None:
                 return
             early.leaves.add(id(leaf))
             bucket.append((leaf, gradient))
-            if _size(gradient for _, gradient in bucket) >= BUCKET:
+            room -= _size([gradient])
+            if room <= 0:
                 send()
 
         def send() -> None:
+            nonlocal room
             early.sent.append(self.send(tuple(bucket)))
             bucket.clear()
+            room = BUCKET
 
         handles = [leaf.register_hook(partial(computed, leaf)) for leaf in leaves]
         try:
@@ -174,11 +180,12 @@ class GatheredSum(OrderedSum):
     def let_go(self) -> None:
         """Before a backward: let it wait for what reads earlier gradients, and give these back.
 
-        The last bucket of those from another device is kept, as it is being copied now.
+        The last bucket of those from another device is kept, unless it is large: it is being copied
+        now.
         """
         while len(self._added) > 1:
             self._let_go_of_next()
-        if self._added and (self._twins is None or _size(self._added[0][0].gradients) > BUCKET):
+        if self._added and (self._twins is None or _size(self._added[0][0].twins) > 2 * BUCKET):
             self._let_go_of_next()
 
     def add_pending(self) -> None:
@@ -188,7 +195,7 @@ class GatheredSum(OrderedSum):
             self._let_go_of_next()
 
     def clear(self) -> None:
-        """Forget what was not added."""
+        """Forget what was not added. Who still reads its memory adds to what is then undone."""
         super().clear()
         self._added.clear()
 
@@ -197,7 +204,7 @@ class GatheredSum(OrderedSum):
         if self._twins is None:
             self._gathering.wait(added)
         else:
-            self._twins.let_go(sent, added)
+            self._twins.wait_before_reuse(sent, added)
 
     def _add_sent(self, sent: Sent) -> None:
         self._added.append((sent, self._gathering.add(sent, self._accumulate)))
@@ -211,8 +218,8 @@ class GatheredSum(OrderedSum):
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of these tensors."""
-    return sum(tensor.nbytes for tensor in tensors)
+    """Bytes of these tensors; of those that are sparse, what they would take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class Early(NamedTuple):

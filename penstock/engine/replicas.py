@@ -347,7 +347,8 @@ class SummedStage(Stage):
         starts, values = [root for root, _ in pairs], [gradient for _, gradient in pairs]
         computed = self._computed(starts, wanted, values, reached)
         terms = [(leaf, g) for leaf, g in zip(leaves, computed, strict=False) if g is not None]
-        self._sent.append(self._total.send(terms))
+        if terms:
+            self._sent.append(self._total.send(terms))
 
     def _backward_in_turn(
         self, roots: Roots, gradients: Gradients, entry: EntryNode, leaves: Sequence[torch.Tensor]

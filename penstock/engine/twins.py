@@ -230,21 +230,21 @@ class Twins:
     def send(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sent:
         """Start to copy gradients of twins to the originals' device.
 
-        Until `let_go`, the gradients and the copies must be kept.
+        Until `wait_before_reuse`, the gradients and the copies must be kept.
         """
         leaves = [self._leaves.get(id(leaf), leaf) for leaf, _ in terms]
         gradients = [gradient for _, gradient in terms]
         made, arrival = self._back.begin(gradients)
         return Sent(leaves, made, arrival, gradients)
 
-    def let_go(self, sent: Sent, added: Event) -> None:
+    def wait_before_reuse(self, sent: Sent, added: Event) -> None:
         """Let what follows wait until gradients are copied, and until the copies are added.
 
         Args:
             sent: the gradients.
             added: when they are added.
         """
-        self._back.let_go(sent.ready, added)
+        self._back.wait_before_reuse(sent.ready, added)
 
 
 class Sent(NamedTuple):
@@ -254,7 +254,7 @@ class Sent(NamedTuple):
         leaves: what they are of: the originals.
         gradients: on the originals' device.
         ready: when they are there.
-        twins: what they are copies of; none if they were computed there.
+        twins: what they are copies of, whose memory is kept so; none if they were computed there.
     """
 
     leaves: Sequence[torch.Tensor]

@@ -108,7 +108,7 @@ class Meeting:
 
     def __init__(self, place: Place) -> None:
         self._rank = place.rank
-        place.join_gloo()
+        place.join()
 
     def meet(self) -> None:
         if self._rank == 1:

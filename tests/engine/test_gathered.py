@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,9 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.engine.gathered import GatheredSum
+from penstock.engine.turns import LocalTurns
+from penstock.engine.twins import Sent
 from tests.interleavings.cases import Case
 from tests.interleavings.mutations import Mutation
 from tests.interleavings.running import _move, _own_streams, plan_of
@@ -148,6 +153,88 @@ def test_copies_for_undoing_are_made_before_workers_begin() -> None:
     with Mutation("penstock.workers.threads.workers", lines, uses, []).made():
         pairs = [broken_off(seed) for seed in range(12)]
     assert not all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+
+
+def test_a_step_that_fails_leaves_no_work_on_memory_that_is_free() -> None:
+    """What the script then puts on the default stream may have the memory of gradients."""
+    at_work = threading.Event()
+
+    def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if output.device.index == 1:
+            at_work.set()
+        elif at_work.wait(10) and len(calls) == 2:
+            time.sleep(0.1)  # meanwhile the other replica sends its gradients
+            raise ValueError("no")
+        else:
+            calls.append(1)
+        return LOSS(output, target)
+
+    case = Case(wide, (), devices=DEVICES, replicas=2, own_streams=True)
+    for seed in range(6):
+        calls: list[int] = []
+        with simulated(Ahead(2, seed)) as machine:
+            model = wide()
+            _move(model, torch.device("sim:0"))
+            x = torch.randn(6, WIDTH, device="sim:0")
+            with piped(model, x, 6, case) as pipe:
+                with _own_streams(case):
+                    pipe.train_step(x, target=x, loss_fn=LOSS)
+                    model.zero_grad()
+                    machine.run_all()
+                    with pytest.raises(ps.WorkerError, match="in the loss"):
+                        pipe.train_step(x, target=x, loss_fn=failing)
+                made = [torch.full((WIDTH, WIDTH), float(k), device="sim:0") for k in range(40)]
+                machine.run_all()
+                for k, tensor in enumerate(made):
+                    assert torch.equal(tensor.cpu(), torch.full((WIDTH, WIDTH), float(k)))
+
+
+class Elsewhere:
+    """Stands for twins, and for who adds their gradients: knows what was sent and waited for."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[torch.Size, ...]] = []
+
+    def send(self, terms: Any) -> Sent:
+        gradients = [gradient for _, gradient in terms]
+        return Sent([leaf for leaf, _ in terms], gradients, Any, gradients)
+
+    def add(self, sent: Sent, accumulate: Any) -> None:
+        return None
+
+    def wait_before_reuse(self, sent: Sent, added: Any) -> None:
+        self.done.append(tuple(leaf.shape for leaf in sent.leaves))
+
+
+def sent_by(leaves: list[torch.Tensor], result: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """The shapes of what is sent in a backward, and what is let go of before the next one."""
+    elsewhere: Any = Elsewhere()
+    total = GatheredSum(LocalTurns(), elsewhere, elsewhere)
+    with total.sending(leaves) as early:
+        found = torch.autograd.grad(result, leaves)
+    terms = [(p, g) for p, g in zip(leaves, found, strict=True) if id(p) not in early.leaves]
+    sent = [*early.sent, *([total.send(terms)] if terms else [])]
+    total.add(0, sent)
+    total.let_go()
+    return [tuple(leaf.shape for leaf in each.leaves) for each in sent], elsewhere.done
+
+
+def test_buckets_are_sent_as_they_are_full_and_the_last_one_is_kept() -> None:
+    with mock.patch("penstock.engine.gathered.BUCKET", 4 * 16):
+        large, small, last = (torch.zeros(n, requires_grad=True) for n in (20, 10, 6))
+        sent, done = sent_by([large, small, last], (large.sum() * small.sum() * last.sum()).exp())
+        assert sorted(map(len, sent)) == [1, 2]
+        assert done == sent[:-1]
+        few = torch.zeros(3, requires_grad=True)
+        assert sent_by([few], few.sum()) == ([(few.shape,)], [])
+
+
+@pytest.mark.parametrize("rows", [10, 10_000])
+def test_sparse_gradients_are_sent(rows: int) -> None:
+    with mock.patch("penstock.engine.gathered.BUCKET", 1000):
+        weight = nn.Embedding(rows, 4).weight
+        found = nn.functional.embedding(torch.tensor([1, 2]), weight, sparse=True)
+        assert sent_by([weight], found.sum())[0] == [(weight.shape,)]
 
 
 def test_gradients_have_the_strides_of_one_device() -> None:

@@ -73,6 +73,7 @@ def _twins(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
 
 
 _REPLICAS = ["replicas of stages, tied", "replicas of stages", "replicas, tied"]
+_TWIN_LAST = ["three replicas, own streams"]
 _FROM_DEVICE = "            arrival.synchronize()\n            return\n"
 _PINNED = ["pinned inputs", "pinned images", "pinned integers"]
 _GIVEN = [*_PINNED, "inputs of the CPU"]
@@ -88,8 +89,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "no wait before the copy reads": _copies(
         (
-            "self._reads.wait_event(self._from.current_stream(self._source).record_event())",
-            "pass",
+            "self._reads.wait_event(made or self._now())\n        with ExitStack",
+            "pass\n        with ExitStack",
         ),
         cases=_BETWEEN,
     ),
@@ -108,10 +109,7 @@ MUTATIONS: dict[str, Mutation] = {
             "        with ExitStack() as streams:",
             "        arrival = stream.record_event()\n        with ExitStack() as streams:",
         ),
-        (
-            "        arrival = stream.record_event()\n        if self._reads",
-            "        if self._reads",
-        ),
+        ("return copies, stream.record_event()", "return copies, arrival"),
         cases=_BETWEEN,
     ),
     "a copy from the wrong stream": _copies(
@@ -146,14 +144,14 @@ MUTATIONS: dict[str, Mutation] = {
         leaves_races=False,
     ),
     "workers do not wait for the user's streams": _handover(
-        ("        _await(self._before)\n", ""), cases=_OWN
+        ("        _await(self.before.items())\n", ""), cases=_OWN
     ),
     "the user's streams do not wait for workers": _handover(
         ("        _await(self._after)\n", ""), cases=_OWN
     ),
     "replicas have old weights": Mutation(
         "penstock.engine.twins",
-        [("            self._there.into(stale)\n", "")],
+        [("            self._there.into(stale, made)\n", "")],
         ["penstock.workers.threads.workers.Twins"],
         _REPLICAS,
         leaves_races=False,
@@ -161,7 +159,12 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "no wait before weights are copied to replicas": Mutation(
         "penstock.devices.streams",
-        [("        self._reads.wait_event(made)\n", "")],
+        [
+            (
+                "self._reads.wait_event(made or self._now())\n        with self._from",
+                "pass\n        with self._from",
+            )
+        ],
         ["penstock.engine.twins.Copies"],
         _REPLICAS,
     ),
@@ -178,7 +181,7 @@ MUTATIONS: dict[str, Mutation] = {
         "penstock.workers.threads.workers",
         [("beside=[gathering.stream] if gathering else []", "beside=[]")],
         ["penstock.workers.threads.backend.ThreadWorkers"],
-        _REPLICAS,
+        _TWIN_LAST,
     ),
     "gradients of replicas are freed before they are copied": Mutation(
         "penstock.devices.streams",

@@ -11,7 +11,7 @@ from tests.interleavings.cases import CASES
 from tests.interleavings.mutations import MUTATIONS
 from tests.interleavings.running import interleaving
 
-_ORDERS = 8  # in which a mistake has to be found
+_ORDERS = 16  # in which a mistake has to be found
 
 
 _LIKE_OTHERS = {  # run by `python -m tests.interleavings`, and with the slow tests

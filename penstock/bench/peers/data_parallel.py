@@ -1,4 +1,4 @@
-"""Data parallelism of PyTorch's over gloo: each process runs the model on a share of the batch."""
+"""Data parallelism of PyTorch's: each process runs the model on a share of the batch."""
 
 from __future__ import annotations
 
@@ -45,13 +45,17 @@ class _Ranks(TrainingRank):
     """
 
     def __init__(self, workload: Workload, place: Place) -> None:
-        place.join_gloo()
-        self._model = self._shared(workload.build())
+        self.device = place.join(workload.devices)
+        self._model = self._shared(workload.build().to(self.device))
         self._loss_fn = workload.loss
+        self._modes = workload.modes
         self._optimizer = workload.optimizer(self._model.parameters())
         m = workload.num_microbatches
         parts = [tensor.chunk(m)[place.rank :: place.size] for tensor in workload.data()]
-        self._microbatches = [(x.clone(), y.clone()) for x, y in zip(*parts, strict=True)]
+        self._microbatches = [
+            (x.clone().to(self.device), y.clone().to(self.device))
+            for x, y in zip(*parts, strict=True)
+        ]
         self._ranks = place.size
         self._losses: list[Tensor] = []
 
@@ -69,7 +73,8 @@ class _Ranks(TrainingRank):
         self._losses = []
         for k, (inputs, target) in enumerate(self._microbatches):
             with self._summing(k == count - 1):
-                loss = self._loss_fn(self._model(inputs), target) / count
+                with self._modes(self.device):
+                    loss = self._loss_fn(self._model(inputs), target) / count
                 loss.backward()
             self._losses.append(loss.detach())
 
@@ -116,7 +121,7 @@ class Shards(_Ranks):
         super().__init__(workload, place)
 
     def _shared(self, model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         for part in (*(model.children() if self._by_child else ()), model):
             if any(True for _ in part.parameters()):
                 fully_shard(part, mesh=mesh, reshard_after_forward=self._frees)

@@ -30,7 +30,7 @@ class GatheringRank(TrainingRank):
     """The whole model, on a share of the batch. Outputs are gathered into one tensor, uncopied."""
 
     def __init__(self, workload: Workload, place: Place) -> None:
-        place.join_gloo()
+        place.join()
         self._place = place
         self._model = workload.build()
         self._whole_loss: Tensor | None = None

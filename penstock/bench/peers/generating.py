@@ -93,7 +93,7 @@ class TransformersRank(_Writer):
     def __init__(self, writing: Writing, path: str, place: Place) -> None:
         super().__init__()
         tolerate_missing_torchvision_operators()
-        place.join_gloo()
+        place.join()
         from transformers import AutoModelForCausalLM
         from transformers.distributed.configuration_utils import DistributedConfig
         from transformers.utils.logging import disable_progress_bar

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.devices.allocator import keep_freed_memory
+from penstock.devices.kinds import kind_of
 
 HOST = "127.0.0.1"
 
@@ -67,14 +68,28 @@ class Place:
     timeout: float
     life: int = 0
 
-    def join_gloo(self) -> None:
-        """Make this process a rank of the default process group, over gloo on loopback."""
+    def join(self, devices: Sequence[str] = ()) -> torch.device:
+        """Make this process a rank of the default process group, and return its device.
+
+        Ranks talk over gloo on loopback. If each has a GPU of its own, they talk by what PyTorch
+        uses for these, such as NCCL.
+
+        Args:
+            devices: of the ranks, by number; CPUs if there are none.
+        """
+        device = torch.device(devices[self.rank] if devices else "cpu")
         patience = timedelta(seconds=self.timeout)
+        backend = "gloo"
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+            if len(set(devices)) == len(devices):
+                backend = dist.get_default_backend_for_device(device)
         store = dist.TCPStore(HOST, self.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
         own = dist.PrefixStore(f"life {self.life}", store)  # type: ignore[attr-defined]
         dist.init_process_group(
-            "gloo", store=own, rank=self.rank, world_size=self.size, timeout=patience
+            backend, store=own, rank=self.rank, world_size=self.size, timeout=patience
         )
+        return device
 
 
 Build = Callable[[Place], Servant]
@@ -332,7 +347,13 @@ class Peer(PeerProcesses):
 
 
 class TrainingRank(ABC):
-    """One of several ranks that train a model together, and time their steps."""
+    """One of several ranks that train a model together, and time their steps.
+
+    Attributes:
+        device: on which this one computes.
+    """
+
+    device = torch.device("cpu")
 
     @abstractmethod
     def _train(self) -> None:
@@ -342,9 +363,15 @@ class TrainingRank(ABC):
     def _loss(self) -> float:
         """This rank's share of the loss of the last step."""
 
-    def step(self) -> Reading:
-        """One training step."""
-        seconds = seconds_between_barriers(self._train)
+    def step(self, count: int = 1) -> Reading:
+        """Some training steps, one after the other; the seconds are those of one."""
+
+        def train() -> None:
+            for _ in range(count):
+                self._train()
+            kind_of(self.device).synchronize(self.device)
+
+        seconds = seconds_between_barriers(train) / count
         return Reading(seconds, self._loss())
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class PippyRank:
         ranks = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.size}
         store = {"MASTER_ADDR": HOST, "MASTER_PORT": place.port}  # required, and not used
         os.environ.update({name: str(value) for name, value in {**ranks, **store}.items()})
-        place.join_gloo()
+        place.join()
         from accelerate import PartialState
         from accelerate.inference import prepare_pippy
 

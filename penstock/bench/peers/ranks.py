@@ -18,7 +18,7 @@ class Rank(TrainingRank):
     """A rank with a replica of the whole model, which runs its share of the micro-batches."""
 
     def __init__(self, workload: Workload, place: Place) -> None:
-        place.join_gloo()
+        place.join()
         os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
         self._inputs, self._target = workload.data()
         self._loss_fn = workload.loss

@@ -311,7 +311,7 @@ class ScriptRank:
     def __init__(self, kind: type[Trainer], place: Place) -> None:
         warnings.simplefilter("ignore")
         self._kind = kind
-        place.join_gloo()
+        place.join()
 
     def run(self, what: bytes) -> Found:
         """Run a case; returns what this rank has in the end.

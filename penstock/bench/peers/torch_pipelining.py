@@ -1,4 +1,4 @@
-"""`torch.distributed.pipelining` over gloo, with stages that were cut by hand or by Penstock."""
+"""`torch.distributed.pipelining`, with stages that were cut by hand or by Penstock."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Rank(TrainingRank):
         self, workload: Workload, schedule: str, num_stages: int, parts: bytes, place: Place
     ) -> None:
         tolerate_missing_torchvision_operators()  # stages may be parts of its models
-        place.join_gloo()
-        stages = [_stage(part, num_stages) for part in pickle.loads(parts)]
+        self.device = place.join(workload.devices)
+        stages = [_stage(part, num_stages, self.device, workload) for part in pickle.loads(parts)]
         modules = nn.ModuleList(stage.submod for stage in stages)
         self._optimizer = workload.optimizer(modules.parameters())
-        self._schedule = _schedule(schedule, stages, workload)
-        inputs, target = workload.data()
+        self._schedule = _schedule(schedule, stages, workload, self.device)
+        inputs, target = (tensor.to(self.device) for tensor in workload.data())
         self._inputs = (inputs,) if any(stage.is_first for stage in stages) else ()
         self._target = target if any(stage.is_last for stage in stages) else None
         self._losses: list[Tensor] = []
@@ -60,34 +60,46 @@ class Rank(TrainingRank):
         return sum(loss.item() for loss in self._losses)
 
 
-def _stage(part: _Part, num_stages: int) -> PipelineStage:
+def _stage(part: _Part, num_stages: int, device: torch.device, workload: Workload) -> PipelineStage:
+    module = part.module.to(device)
+    if workload.autocast is not None:
+        module.forward = workload.modes(device)(module.forward)  # type: ignore[operator]
     # Without both examples torch finds the shapes by running every later stage on uninitialised
     # memory, which ruins the stage's BatchNorm statistics.
     return PipelineStage(
-        part.module,
+        module,
         part.index,
         num_stages,
-        torch.device("cpu"),
+        device,
         input_args=part.inputs,
         output_args=part.outputs,
     )
 
 
-def _schedule(name: str, stages: list[PipelineStage], workload: Workload) -> Any:
+def _schedule(
+    name: str, stages: list[PipelineStage], workload: Workload, device: torch.device
+) -> Any:
     kind = get_schedule_class(name)
-    num_microbatches, loss = workload.num_microbatches, workload.loss
+    num_microbatches = workload.num_microbatches
+
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        with workload.modes(device):
+            return workload.loss(output, target) / num_microbatches
+
     return kind(
         stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
         num_microbatches,
         # The loss carries the weight of its micro-batch, which saves torch's own way of scaling:
         # one more pass over all gradients at the end of the step.
-        loss_fn=lambda output, target: loss(output, target) / num_microbatches,
+        loss_fn=loss_of,
         scale_grads=False,
     )
 
 
 def _parts(stages: Sequence[nn.Module], workload: Workload) -> list[_Part]:
     """The stages with the shapes between them, which are found without computing anything.
+
+    Under autocast they are computed once, as tensors without memory do not know it.
 
     Raises:
         TypeError: a stage gives something else than tensors.
@@ -97,10 +109,12 @@ def _parts(stages: Sequence[nn.Module], workload: Workload) -> list[_Part]:
     parts = []
     batch = workload.data()[0]
     size = len(batch) // workload.num_microbatches
-    inputs: tuple[Tensor, ...] = (torch.empty_like(batch[:size], device="meta"),)
+    where = torch.device(workload.devices[0] if workload.autocast else "meta")
+    inputs: tuple[Tensor, ...] = (torch.zeros_like(batch[:size], device=where),)
     for index, module in enumerate(stages):
         try:
-            results = copy.deepcopy(module).to("meta")(*inputs)
+            with workload.modes(where):
+                results = copy.deepcopy(module).to(where)(*inputs)
         except Exception as error:
             shapes = [tuple(value.shape) for value in inputs]
             error.add_note(f"in stage {index}, for inputs of the shapes {shapes}")
@@ -109,9 +123,17 @@ def _parts(stages: Sequence[nn.Module], workload: Workload) -> list[_Part]:
         if not all(isinstance(value, Tensor) for value in outputs):
             raise TypeError(f"stage {index} gives {type(results).__name__}, not tensors")
         leaves = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
-        parts.append(_Part(index, module, inputs, leaves))
-        inputs = parts[-1].outputs
+        parts.append(_Part(index, module, _shapes(inputs), _shapes(leaves)))
+        inputs = leaves
     return parts
+
+
+def _shapes(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors like these, without memory."""
+    like = (torch.empty_like(value.detach(), device="meta") for value in values)
+    return tuple(
+        shape.requires_grad_(value.requires_grad) for shape, value in zip(like, values, strict=True)
+    )
 
 
 def _deal(schedule: str, num_stages: int, num_ranks: int) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class Workload:
         loss: `loss(output, target)`, a mean over rows; picklable.
         num_microbatches: in how many equal pieces the batch is run.
         learning_rate: of SGD without momentum.
+        devices: of the ranks, by number; CPUs if there are none.
+        autocast: to which dtype; `None` for none.
 
     Raises:
         ValueError: the batch does not divide into equal micro-batches.
@@ -33,6 +36,8 @@ class Workload:
     loss: Loss
     num_microbatches: int = 1
     learning_rate: float = 0.001
+    devices: tuple[str, ...] = ()
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         rows, count = len(self.data()[0]), self.num_microbatches
@@ -45,3 +50,9 @@ class Workload:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Plain SGD, without momentum."""
         return torch.optim.SGD(parameters, lr=self.learning_rate)
+
+    def modes(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context of every forward and loss on a device."""
+        return (
+            nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
+        )
