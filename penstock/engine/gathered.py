@@ -46,8 +46,7 @@ class Gathering:
 
     def made_now(self, terms: Terms) -> Sent:
         """Gradients that the calling thread has computed on the parameters' device."""
-        ready = self._kind.current_stream(self._home).record_event()
-        return Sent([leaf for leaf, _ in terms], [gradient for _, gradient in terms], ready)
+        return Sent([leaf for leaf, _ in terms], [gradient for _, gradient in terms], self.now())
 
     def add(self, sent: Sent, accumulate: Callable[[Terms], None]) -> Event:
         """Add gradients to `.grad`, as autograd does.
@@ -64,14 +63,14 @@ class Gathering:
         unusual = [term for term in terms if not _is_usual(*term)]
         if unusual:
             with self.aside():
-                self._kind.current_stream(self._home).wait_event(sent.ready)
+                self.wait(sent.ready)
                 accumulate(unusual)
             chosen = {id(leaf) for leaf, _ in unusual}
             terms = [term for term in terms if id(term[0]) not in chosen]
         # The memory belongs to the stream that computes, as any gradient's; so that waits here.
         first = [(leaf, _like(leaf), g) for leaf, g in terms if leaf.grad is None]
         if first:
-            self.stream.wait_event(self._kind.current_stream(self._home).record_event())
+            self.stream.wait_event(self.now())
         self.stream.wait_event(sent.ready)
         with self._kind.using(self.stream), torch.no_grad():
             sums = [(leaf.grad, g) for leaf, g in terms if leaf.grad is not None]
@@ -85,16 +84,19 @@ class Gathering:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While open, the calling thread adds to gradients, on its current stream."""
-        current = self._kind.current_stream(self._home)
-        current.wait_event(self.stream.record_event())
+        self.wait(self.stream.record_event())
         try:
             yield
         finally:
-            self.stream.wait_event(current.record_event())
+            self.stream.wait_event(self.now())
 
-    def wait(self, added: Event) -> None:
-        """Let what follows on the calling thread's current stream wait for an addition."""
-        self._kind.current_stream(self._home).wait_event(added)
+    def now(self) -> Event:
+        """What the calling thread has put on its current stream, at home, so far."""
+        return self._kind.current_stream(self._home).record_event()
+
+    def wait(self, event: Event) -> None:
+        """Let what follows on the calling thread's current stream, at home, wait."""
+        self._kind.current_stream(self._home).wait_event(event)
 
 
 def _is_usual(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:

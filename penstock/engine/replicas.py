@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.capture.history import history, nests
 from penstock.capture.preserve import own_generators
+from penstock.devices.kind import Event
 from penstock.engine.batchnorm import BatchNorms
 from penstock.engine.ends import Outlet
 from penstock.engine.gathered import GatheredSum, Gathering
@@ -83,6 +84,7 @@ class InOrder:
         self._turns: dict[nn.Module, Turns] = {}
         self._twins: dict[int, Twins] = {}  # by the identity of a way's spans
         self._twins_of: dict[nn.Module, Twins] = {}
+        self._changed: dict[nn.Module | None, Event] = {}  # when a module's last call has ended
         self._forwards = make(0)
         self._one_by_one = False  # whether whole forwards have turns
         self._ends = make(0)
@@ -155,19 +157,18 @@ class InOrder:
             number: of the micro-batch, among all that were ever run.
             spans: that it runs; the object that `add` was given.
         """
+        twins = self._twins.get(id(spans))
         if self._one_by_one:
             self._forwards.wait(number)
-        twins = self._twins.get(id(spans)) if self._one_by_one else None
-        if twins is not None:
-            twins.fetch(None)
+            self._fetch(twins, None)
         self._current.number, self._current.left = number, Counter(self._calls[id(spans)])
         self._current.spans = spans
         try:
             yield
         finally:
             self._current.number = None
-        if twins is not None:
-            twins.give_back(None)
+        if self._one_by_one:
+            self._give_back(twins, None)
         for turns in self._every_turns():
             turns.done(number)
 
@@ -201,7 +202,7 @@ class InOrder:
         self.norms.clear()
         for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
-        self._handles = {}
+        self._handles, self._changed = {}, {}
 
     def _before(self, module: nn.Module, args: Any) -> None:
         number = getattr(self._current, "number", None)
@@ -209,8 +210,8 @@ class InOrder:
             return
         twins = self._twins_of.get(module)
         self._turns[twins.original(module) if twins else module].wait(number)
-        if twins and not self._one_by_one:
-            twins.fetch(module)
+        if not self._one_by_one:
+            self._fetch(twins, module)
 
     def _after(self, module: nn.Module, args: Any, result: Any) -> None:
         number = getattr(self._current, "number", None)
@@ -219,12 +220,33 @@ class InOrder:
         for span in self._current.spans:
             span.refresh()
         twins = self._twins_of.get(module)
-        if twins and not self._one_by_one:
-            twins.give_back(module)
+        if not self._one_by_one:
+            self._give_back(twins, module)
         module = twins.original(module) if twins else module
         self._current.left[module] -= 1
         if self._current.left[module] == 0:  # else at the end of the forward
             self._turns[module].done(number)
+
+    def _fetch(self, twins: Twins | None, module: nn.Module | None) -> None:
+        """In a module's turn, let its buffers be what the call before has left.
+
+        Args:
+            twins: what the replica runs, if it is on another device than the first one.
+            module: the module, or its twin; `None` for a whole forward.
+        """
+        if twins is not None:
+            twins.fetch(module, self._changed.get(module and twins.original(module)))
+        elif self.gathering is not None and module in self._changed:
+            self.gathering.wait(self._changed[module])
+
+    def _give_back(self, twins: Twins | None, module: nn.Module | None) -> None:
+        """At the end of the call, let others have them, if forwards on this way change any."""
+        if not any(span.changing for span in self._current.spans):
+            return
+        if twins is not None:
+            self._changed[module and twins.original(module)] = twins.give_back(module)
+        elif self.gathering is not None:
+            self._changed[module] = self.gathering.now()
 
 
 def _takes_hooks(module: nn.Module) -> bool:

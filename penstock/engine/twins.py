@@ -23,6 +23,7 @@ from torch import nn
 from penstock.capture.lowering import StageModule
 from penstock.capture.preserve import own_generators
 from penstock.devices.kind import Event
+from penstock.devices.kinds import kind_of
 from penstock.devices.streams import Copies
 from penstock.engine.span import Span
 from penstock.errors import InputError
@@ -53,6 +54,9 @@ class Twins:
     Args:
         home: where the originals are.
         device: where the twins are.
+
+    Attributes:
+        stream: at home, to which buffers that forwards change are in order; nothing else is there.
     """
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
@@ -67,6 +71,7 @@ class Twins:
         self._changing: dict[int, _Twin] = {}
         self._there = Copies(home, device)
         self._back = Copies(device, home)
+        self.stream = kind_of(home).new_stream(home)
 
     # -- what a stage runs --------------------------------------------------------------------
 
@@ -157,9 +162,9 @@ class Twins:
             stale = []
             for key, (original, twin) in self._tensors.items():
                 now = _Contents(_version_of(original), original.data_ptr())
-                if key in self._changing:  # by the home's forwards, on the stream that computes
-                    twin.data.copy_(original.data)
-                elif all_of_it or self._held.get(key) != now:
+                if key in self._changing:  # which `fetch` brings
+                    continue
+                if all_of_it or self._held.get(key) != now:
                     stale.append((twin, original.detach()))
                     self._held[key] = now
             self._leaves = {id(twin): original for original, twin in self._tensors.values()}
@@ -176,19 +181,25 @@ class Twins:
         """Let what comes on the originals' device wait until they are copied: it may write them."""
         self._there.wait_for_copies()
 
-    def fetch(self, module: nn.Module | None) -> None:
+    def fetch(self, module: nn.Module | None, changed: Event | None) -> None:
         """Let the buffers of a twin that forwards change be what the originals are now.
 
         Args:
             module: the twin; `None` for all there are.
+            changed: when the originals are what they are now.
         """
-        for original, twin in self._changed_by(module):
-            twin.data.copy_(original.data)  # autograd may have saved it; norms do not use that
+        if changed is not None:
+            self.stream.wait_event(changed)
+        with kind_of(self.home).using(self.stream):
+            for original, twin in self._changed_by(module):
+                twin.data.copy_(original.data)  # autograd may have saved it; norms do not use that
 
-    def give_back(self, module: nn.Module | None) -> None:
-        """Let the originals be what these buffers are now."""
-        for original, twin in self._changed_by(module):
-            original.data.copy_(twin.data)
+    def give_back(self, module: nn.Module | None) -> Event:
+        """Let the originals be what these buffers are now, when the event has come."""
+        with kind_of(self.home).using(self.stream):
+            for original, twin in self._changed_by(module):
+                original.data.copy_(twin.data)
+        return self.stream.record_event()
 
     @contextmanager
     def lent(self, leaves: Iterable[torch.Tensor]) -> Iterator[None]:

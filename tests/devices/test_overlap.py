@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from unittest import mock
@@ -160,15 +160,21 @@ def test_copies_on_the_stream_that_computes_take_longer() -> None:
 WEIGHTS = 2 * sum(BLOCKS)  # tensors
 
 
-def of_replicas(copy: float, bucket: int = 0) -> float:
+def _normed() -> nn.Module:
+    return nn.Sequential(*(m for layer in _blocks() for m in (layer, nn.BatchNorm1d(3))))
+
+
+def of_replicas(
+    copy: float, bucket: int = 0, build: Callable[[], nn.Module] = _blocks, rows: int = 1
+) -> float:
     """The seconds of a step of two replicas of all blocks; each has half of the micro-batches."""
     devices = ("sim:0", "sim:1")
-    case = Case(_blocks, (), shape=(3,), devices=devices, replicas=2)
+    case = Case(build, (), shape=(3,), devices=devices, replicas=2)
     lengths = {"aten.tanh.default": FORWARD, "aten.tanh_backward.default": BACKWARD, "copy": copy}
     machine = Machine(2, seed=1, seconds=lengths)
     with simulated(machine), mock.patch("penstock.engine.gathered.BUCKET", bucket):
         model = case.model().to(devices[0])
-        x, y = torch.randn(2, MICROBATCHES, 3, device=devices[0])
+        x, y = torch.randn(2, rows * MICROBATCHES, 3, device=devices[0])
         program = ps.capture(model, (x,))
         with ps.Pipeline(
             model,
@@ -203,6 +209,13 @@ def predicted_of_replicas(copy: float, last: int) -> float:
 @pytest.mark.parametrize("copy", [0.0, 0.1, 1.0])
 def test_gradients_of_replicas_come_while_others_are_computed(copy: float) -> None:
     assert of_replicas(copy) == pytest.approx(predicted_of_replicas(copy, last=2), rel=0.01)
+
+
+def test_statistics_of_replicas_follow_each_other_without_holding_up_anybody() -> None:
+    """A BatchNorm waits for the one of the micro-batch before, and for nothing behind that."""
+    computing = predicted_of_replicas(0.0, last=0)
+    assert of_replicas(0.0, build=_normed, rows=4) == pytest.approx(computing, rel=0.01)
+    assert of_replicas(0.001, build=_normed, rows=4) == pytest.approx(computing, rel=0.01)
 
 
 def test_gradients_in_one_bucket_come_when_a_backward_has_ended() -> None:

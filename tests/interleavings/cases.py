@@ -191,6 +191,9 @@ CASES: dict[str, Case] = {
         _chain, (), devices=_THREE_DEVICES, replicas=3, own_streams=True
     ),
     "replicas of images": Case(Images, (), shape=(2, 6, 6), replicas=2, more=True),
+    "three replicas of images": Case(
+        Images, (), shape=(2, 6, 6), devices=_THREE_DEVICES, replicas=3, own_streams=True
+    ),
     "replicas of images, recomputed": Case(Images, (), shape=(2, 6, 6), replicas=2, recompute=True),
     "replicas, adding up": Case(_chain, (), replicas=2, adds_up=True, own_streams=True),
     "replicas, adding up, the second one first": Case(

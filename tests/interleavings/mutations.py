@@ -74,6 +74,7 @@ def _twins(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
 
 _REPLICAS = ["replicas of stages, tied", "replicas of stages", "replicas, tied"]
 _TWIN_LAST = ["three replicas, own streams"]
+_NORMS = ["replicas of images", "replicas of stages across"]
 _FROM_DEVICE = "            arrival.synchronize()\n            return\n"
 _PINNED = ["pinned inputs", "pinned images", "pinned integers"]
 _GIVEN = [*_PINNED, "inputs of the CPU"]
@@ -179,7 +180,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "nobody waits for sums of replicas": Mutation(
         "penstock.workers.threads.workers",
-        [("beside=[gathering.stream] if gathering else []", "beside=[]")],
+        [("for each in (gathering, twins) if", "for each in (twins,) if")],
         ["penstock.workers.threads.backend.ThreadWorkers"],
         _TWIN_LAST,
     ),
@@ -200,6 +201,15 @@ MUTATIONS: dict[str, Mutation] = {
         [("self._gathering.wait(added)", "pass")],
         ["penstock.engine.replicas.GatheredSum"],
         _REPLICAS,
+    ),
+    "no wait for statistics of the replica before": _twins(
+        ("            self.stream.wait_event(changed)\n", "            pass\n"), cases=_NORMS
+    ),
+    "the first replica does not wait for statistics of others": Mutation(
+        "penstock.engine.replicas",
+        [("            self.gathering.wait(self._changed[module])\n", "            pass\n")],
+        ["penstock.workers.threads.workers.InOrder"],
+        ["replicas of stages across"],
     ),
     "no record_stream of what the user gets": _handover(
         ("kind.used_on(kind.current_stream(value.device), value)", "pass"), cases=_OWN

@@ -243,7 +243,8 @@ class ThreadWorkers(Workers):
         twins = self._twins.get(member.number)
         used = [self.devices[member.number], *([twins.home] if twins else [])]
         gathering = self._gatherings.get(member.place)
-        with handover.taken(*used, beside=[gathering.stream] if gathering else []):
+        beside = [each.stream for each in (gathering, twins) if each is not None]
+        with handover.taken(*used, beside=beside):
             if twins:
                 twins.refresh(handover.before[twins.home], fresh)
             outcome = self._own_part(member, order.changed(made=handover.before), dealer)
