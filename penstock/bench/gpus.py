@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -159,9 +159,16 @@ class Course:
             autocast=self._dtype,
         )
 
+        @cache
+        def measured() -> tuple[ps.Program, ps.Profile]:
+            with self.modes():
+                program = ps.capture(self._build(), (self._given["on the CPU"][0],))
+                return program, ps.profile(program, devices=names)
+
         def staged(schedule: str) -> Recipe:
-            program = ps.capture(self._build(), (self._given["on the CPU"][0],))
-            costs = ps.profile(program, devices=names)
+            if self._first.type != "cpu" and len(set(names)) < len(names):
+                raise InputError("torch's pipeline needs a GPU for each rank")
+            program, costs = measured()
             stages = penstock_cut(program, costs, MICROBATCHES, schedule)
             return torch_pipelining(work, stages, schedule, processes=len(names))
 
@@ -175,6 +182,7 @@ class Course:
     def peer(self, name: str, recipe: Recipe) -> Iterator[Contestant]:
         """Processes that run a recipe; they end with the context."""
         with closing(recipe.start()) as peer:
+            peer.step()  # what it cannot run shows here
             yield Contestant(name, lambda: peer.step(self._steps))
 
     def _contestant(self, name: str, step: Callable[[], None]) -> Contestant:

@@ -14,7 +14,7 @@ micro-batch after the other (`Turns`). Everything else runs at the same time.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -84,7 +84,8 @@ class InOrder:
         self._turns: dict[nn.Module, Turns] = {}
         self._twins: dict[int, Twins] = {}  # by the identity of a way's spans
         self._twins_of: dict[nn.Module, Twins] = {}
-        self._changed: dict[nn.Module | None, Event] = {}  # when a module's last call has ended
+        self._changing: dict[int, list[torch.Tensor]] = {}  # on any way, by the identity of twins
+        self._uses: dict[nn.Module | None, _Uses] = defaultdict(_Uses)  # `None`: whole forwards
         self._forwards = make(0)
         self._one_by_one = False  # whether whole forwards have turns
         self._ends = make(0)
@@ -131,6 +132,7 @@ class InOrder:
         """
         self._calls[id(spans)] = self._calls[id(originals)]
         self._twins[id(spans)] = twins
+        self._changing.setdefault(id(twins), []).extend(t for span in spans for t in span.changing)
         self._twins_of = {**self._twins_of, **dict.fromkeys(twins.modules(), twins)}
 
     def begin(self, share: Sequence[int], before: Before, count: int) -> None:
@@ -158,11 +160,11 @@ class InOrder:
             spans: that it runs; the object that `add` was given.
         """
         twins = self._twins.get(id(spans))
+        self._current.spans = spans
         if self._one_by_one:
             self._forwards.wait(number)
             self._fetch(twins, None)
         self._current.number, self._current.left = number, Counter(self._calls[id(spans)])
-        self._current.spans = spans
         try:
             yield
         finally:
@@ -202,7 +204,8 @@ class InOrder:
         self.norms.clear()
         for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
-        self._handles, self._changed = {}, {}
+        self._handles = {}
+        self._uses.clear()  # nothing is under way
 
     def _before(self, module: nn.Module, args: Any) -> None:
         number = getattr(self._current, "number", None)
@@ -228,25 +231,63 @@ class InOrder:
             self._turns[module].done(number)
 
     def _fetch(self, twins: Twins | None, module: nn.Module | None) -> None:
-        """In a module's turn, let its buffers be what the call before has left.
+        """In a module's turn, let what its forwards change be what the call before has left.
 
         Args:
             twins: what the replica runs, if it is on another device than the first one.
             module: the module, or its twin; `None` for a whole forward.
         """
-        if twins is not None:
-            twins.fetch(module, self._changed.get(module and twins.original(module)))
-        elif self.gathering is not None and module in self._changed:
-            self.gathering.wait(self._changed[module])
+        if self.gathering is None:
+            return
+        uses = self._uses[self._original(twins, module)]
+        after = [uses.written] if uses.written is not None else []
+        if self._may_change:
+            after += uses.read.values()
+        if twins is None:
+            for event in after:
+                self.gathering.wait(event)
+        else:
+            uses.read[id(twins)] = twins.fetch(self._of(twins, module), after)
 
     def _give_back(self, twins: Twins | None, module: nn.Module | None) -> None:
-        """At the end of the call, let others have them, if forwards on this way change any."""
-        if not any(span.changing for span in self._current.spans):
+        """At the end of the call, let others have it."""
+        if self.gathering is None:
             return
-        if twins is not None:
-            self._changed[module and twins.original(module)] = twins.give_back(module)
-        elif self.gathering is not None:
-            self._changed[module] = self.gathering.now()
+        uses = self._uses[self._original(twins, module)]
+        if not self._may_change:
+            if twins is None:
+                uses.read[0] = self.gathering.now()
+            return
+        own = self.gathering.now() if twins is None else twins.give_back(self._of(twins, module))
+        uses.written = own
+        uses.read.clear()
+
+    @property
+    def _may_change(self) -> bool:
+        """Whether forwards on the way of the calling thread change anything."""
+        return any(span.changing for span in self._current.spans)
+
+    def _original(self, twins: Twins | None, module: nn.Module | None) -> nn.Module | None:
+        return module if twins is None or module is None else twins.original(module)
+
+    def _of(self, twins: Twins, module: nn.Module | None) -> Iterable[torch.Tensor]:
+        """The tensors of a twin; of `None`, those of the stage that forwards change."""
+        if module is None:
+            return self._changing[id(twins)]
+        return chain(module.buffers(), module.parameters())
+
+
+@dataclass
+class _Uses:
+    """The last calls of a module, on whatever device, of which the originals know.
+
+    Attributes:
+        written: when the last call that may change anything has ended.
+        read: when others since then have read it, by the identity of twins; 0 for none.
+    """
+
+    written: Event | None = None
+    read: dict[int, Event] = field(default_factory=dict)
 
 
 def _takes_hooks(module: nn.Module) -> bool:

@@ -199,12 +199,12 @@ class _Again(threading.local):
 def _become(twin: nn.Module, module: nn.Module, attributes: Mapping[str, Any]) -> None:
     """Make the twin what the module is, with its weights and with buffers of its own.
 
-    A norm in training does not read these. Others may be writing to the module's.
+    In training a norm does not read these, and others may be writing to the module's. One that is
+    frozen reads them, and nobody writes to them.
     """
+    new = torch.zeros_like if attributes["training"] else torch.clone
     with torch.no_grad(), without_subclass_functions():
-        buffers = {
-            n: None if b is None else torch.zeros_like(b) for n, b in module._buffers.items()
-        }
+        buffers = {n: None if b is None else new(b) for n, b in module._buffers.items()}
     object.__setattr__(twin, "__class__", type(module))
     object.__setattr__(twin, "__dict__", {**vars(module), **attributes, "_buffers": buffers})
 

@@ -12,7 +12,7 @@ Buffers that forwards change travel there and back when a micro-batch has its tu
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class Twins:
         device: where the twins are.
 
     Attributes:
-        stream: at home, to which buffers that forwards change are in order; nothing else is there.
+        stream: a stream of the home device, by which what forwards change comes and goes.
     """
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
@@ -145,13 +145,14 @@ class Twins:
 
     # -- what is in it ------------------------------------------------------------------------
 
-    def refresh(self, made: Event, all_of_it: bool) -> None:
+    def refresh(self, made: Event, all_of_it: bool, fetched: Collection[int]) -> None:
         """Bring the twins up to date with the originals; called by the worker that runs the twins.
 
         Args:
             made: when the originals are what they are to be.
             all_of_it: whether to copy tensors even if their versions and addresses are the same: a
                 write to `.data` does not increase the version.
+            fetched: the ids of twins that forwards of this pass change: `fetch` brings these.
         """
         with self._lock:
             before, self._tensors = self._tensors, {}
@@ -161,10 +162,10 @@ class Twins:
             self._again(before)
             stale = []
             for key, (original, twin) in self._tensors.items():
-                now = _Contents(_version_of(original), original.data_ptr())
-                if key in self._changing:  # which `fetch` brings
+                if id(twin) in fetched:
                     continue
-                if all_of_it or self._held.get(key) != now:
+                now = _Contents(_version_of(original), original.data_ptr())
+                if all_of_it or key in self._changing or self._held.get(key) != now:
                     stale.append((twin, original.detach()))
                     self._held[key] = now
             self._leaves = {id(twin): original for original, twin in self._tensors.values()}
@@ -181,25 +182,37 @@ class Twins:
         """Let what comes on the originals' device wait until they are copied: it may write them."""
         self._there.wait_for_copies()
 
-    def fetch(self, module: nn.Module | None, changed: Event | None) -> None:
-        """Let the buffers of a twin that forwards change be what the originals are now.
+    def fetch(self, among: Iterable[torch.Tensor], after: Iterable[Event]) -> Event:
+        """Let twins that forwards change be what the originals are now.
 
         Args:
-            module: the twin; `None` for all there are.
-            changed: when the originals are what they are now.
-        """
-        if changed is not None:
-            self.stream.wait_event(changed)
-        with kind_of(self.home).using(self.stream):
-            for original, twin in self._changed_by(module):
-                twin.data.copy_(original.data)  # autograd may have saved it; norms do not use that
+            among: the twins, and others.
+            after: when the originals are what they are now, and may be changed.
 
-    def give_back(self, module: nn.Module | None) -> Event:
-        """Let the originals be what these buffers are now, when the event has come."""
+        Returns:
+            when the originals have been read.
+        """
+        for event in after:
+            self.stream.wait_event(event)
         with kind_of(self.home).using(self.stream):
-            for original, twin in self._changed_by(module):
+            for original, twin in self._changing_among(among):
+                twin.data.copy_(original.data)  # autograd may have saved it; norms do not use that
+        return self.stream.record_event()
+
+    def give_back(self, among: Iterable[torch.Tensor]) -> Event:
+        """Let the originals be what these are now.
+
+        Returns:
+            when they are.
+        """
+        with kind_of(self.home).using(self.stream):
+            for original, twin in self._changing_among(among):
                 original.data.copy_(twin.data)
         return self.stream.record_event()
+
+    def _changing_among(self, tensors: Iterable[torch.Tensor]) -> list[_Twin]:
+        chosen = set(map(id, tensors))
+        return [pair for pair in self._changing.values() if id(pair.twin) in chosen]
 
     @contextmanager
     def lent(self, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -229,12 +242,6 @@ class Twins:
         """The twins of those of these parameters that have one."""
         known = (self._tensors.get(id(parameter)) for parameter in originals)
         return [found.twin for found in known if found is not None]
-
-    def _changed_by(self, module: nn.Module | None) -> list[_Twin]:
-        if module is None:
-            return list(self._changing.values())
-        own = {id(buffer) for buffer in module.buffers()}
-        return [pair for pair in self._changing.values() if id(pair.twin) in own]
 
     # -- gradients ----------------------------------------------------------------------------
 

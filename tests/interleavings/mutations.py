@@ -203,11 +203,11 @@ MUTATIONS: dict[str, Mutation] = {
         _REPLICAS,
     ),
     "no wait for statistics of the replica before": _twins(
-        ("            self.stream.wait_event(changed)\n", "            pass\n"), cases=_NORMS
+        ("            self.stream.wait_event(event)\n", "            pass\n"), cases=_NORMS
     ),
     "the first replica does not wait for statistics of others": Mutation(
         "penstock.engine.replicas",
-        [("            self.gathering.wait(self._changed[module])\n", "            pass\n")],
+        [("                self.gathering.wait(event)\n", "                pass\n")],
         ["penstock.workers.threads.workers.InOrder"],
         ["replicas of stages across"],
     ),

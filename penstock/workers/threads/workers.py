@@ -246,13 +246,26 @@ class ThreadWorkers(Workers):
         beside = [each.stream for each in (gathering, twins) if each is not None]
         with handover.taken(*used, beside=beside):
             if twins:
-                twins.refresh(handover.before[twins.home], fresh)
+                fetched = self._changed_by(member, order)
+                twins.refresh(handover.before[twins.home], fresh, fetched)
             outcome = self._own_part(member, order.changed(made=handover.before), dealer)
             if twins:
                 twins.wait_for_copies()
             for link, sends in self._ends[member.number]:  # what was sent may be written now
                 link.wait_for_copies(results=sends)
             return outcome
+
+    def _changed_by(self, member: Member, order: Order) -> set[int]:
+        """The ids of the tensors that forwards of a pass may change in this worker's stages."""
+        stages = self._assemblies[order.training][member.replica].stages
+        return {
+            id(tensor)
+            for index, place in enumerate(self._plan.placement)
+            if place == member.place
+            for way in {microbatch.way for microbatch in order.microbatches}
+            for span in stages[index].ways[way]
+            for tensor in span.changing
+        }
 
     def _own_part(self, member: Member, order: Order, dealer: Dealer | None) -> Outcome:
         if not self._in_order:
