@@ -200,7 +200,7 @@ class Copies:
         if stream is None:
             return [self._copy(value) for value in values], None
         if self._reads is not None:
-            self._reads.wait_event(made or self._now())
+            self._reads.wait_event(made or self._from.current_stream(self._source).record_event())
         with ExitStack() as streams:
             if self._writes is not None:
                 streams.enter_context(self._to.using(self._writes))
@@ -230,30 +230,25 @@ class Copies:
             self._from.current_stream(self._source).wait_event(last)
 
     @torch.no_grad()
-    def into(
-        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], made: Event | None = None
-    ) -> None:
+    def into(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], made: Event) -> None:
         """Copy into existing tensors of the target, in the receiver's thread.
 
         The target's current stream waits for the copies; `wait_for_copies` lets the source's wait.
 
         Args:
             pairs: each a tensor on the target, and the tensor on the source that it is to hold.
-            made: when these are there; by default when the current stream has come this far.
+            made: when these are there.
         """
         pairs = list(pairs)
         if self._reads is None or not pairs:
             for there, here in pairs:
                 there.data.copy_(here)
             return
-        self._reads.wait_event(made or self._now())
+        self._reads.wait_event(made)
         with self._from.using(self._reads):
             for there, here in pairs:
                 there.data.copy_(here, non_blocking=True)
         self._last = self._reads.record_event()
-
-    def _now(self) -> Event:
-        return self._from.current_stream(self._source).record_event()
 
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

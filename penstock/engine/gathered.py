@@ -2,7 +2,8 @@
 
 The gradients of other replicas are copied there bucket by bucket, while the rest of a backward
 still runs. All are added on a stream of their own, in the order of micro-batches (`Gathering`). It
-waits for copies that arrive and for gradients that are computed there; what computes does not wait.
+waits for copies that arrive and for gradients that are computed there. What computes waits for it
+only before memory is used again.
 
 Memory is not given back by `record_stream`: a process that is ahead of its devices would take that
 of all micro-batches. Instead gradients are kept, and before its next backward a replica lets its

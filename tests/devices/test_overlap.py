@@ -34,6 +34,20 @@ def _blocks() -> nn.Module:
     return nn.Sequential(*(m for _ in range(sum(BLOCKS)) for m in (nn.Linear(3, 3), nn.Tanh())))
 
 
+def _piped(case: Case, model: nn.Module, x: torch.Tensor) -> ps.Pipeline:
+    program = ps.capture(model, (x,))
+    return ps.Pipeline(
+        model,
+        (x,),
+        devices=case.devices,
+        plan=plan_of(case, program, MICROBATCHES),
+        program=program,
+        workers="threads",
+        audit=None,
+        progress=None,
+    )
+
+
 def measured(schedule: str, copy: float, upload: float = 0.0) -> float:
     """The seconds of a step on three devices, from the first kernel to the last."""
     return recorded(schedule, copy, upload, recording=False)[0]
@@ -60,17 +74,7 @@ def recorded(
     with simulated(machine):
         model = case.model().to(devices[0])
         x, y = torch.randn(MICROBATCHES, 3, device=devices[0]), torch.randn(MICROBATCHES, 3)
-        program = ps.capture(model, (x,))
-        with ps.Pipeline(
-            model,
-            (x,),
-            devices=devices,
-            plan=plan_of(case, program, MICROBATCHES),
-            program=program,
-            workers="threads",
-            audit=None,
-            progress=None,
-        ) as pipe:
+        with _piped(case, model, x) as pipe:
             x, y = (pinned(x.cpu()), pinned(y)) if upload else (x, y.to(devices[-1]))
             pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)  # looks at the loss
             machine.run_all()
@@ -175,17 +179,7 @@ def of_replicas(
     with simulated(machine), mock.patch("penstock.engine.gathered.BUCKET", bucket):
         model = case.model().to(devices[0])
         x, y = torch.randn(2, rows * MICROBATCHES, 3, device=devices[0])
-        program = ps.capture(model, (x,))
-        with ps.Pipeline(
-            model,
-            (x,),
-            devices=devices,
-            plan=plan_of(case, program, MICROBATCHES),
-            program=program,
-            workers="threads",
-            audit=None,
-            progress=None,
-        ) as pipe:
+        with _piped(case, model, x) as pipe:
             for _ in range(2):  # the first one looks at the loss
                 pipe.model.zero_grad()
                 machine.run_all()

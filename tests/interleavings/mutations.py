@@ -90,8 +90,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "no wait before the copy reads": _copies(
         (
-            "self._reads.wait_event(made or self._now())\n        with ExitStack",
-            "pass\n        with ExitStack",
+            "made or self._from.current_stream(self._source).record_event()",
+            "self._reads.record_event()",
         ),
         cases=_BETWEEN,
     ),
@@ -160,12 +160,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "no wait before weights are copied to replicas": Mutation(
         "penstock.devices.streams",
-        [
-            (
-                "self._reads.wait_event(made or self._now())\n        with self._from",
-                "pass\n        with self._from",
-            )
-        ],
+        [("        self._reads.wait_event(made)\n", "")],
         ["penstock.engine.twins.Copies"],
         _REPLICAS,
     ),
