@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from penstock.devices.accelerator import MAKING_STREAMS, Accelerator
-from penstock.devices.kind import DeviceMemory, GraphRecorder, Recording
+from penstock.devices.kind import DeviceMemory, Event, GraphRecorder, Recording
 from penstock.torch_internals import end_allocating
 
 T = TypeVar("T")
@@ -46,6 +46,17 @@ class Cuda(Accelerator):
     def shared(self, tensor: torch.Tensor) -> Any:
         """By an IPC handle, as in `torch.multiprocessing`."""
         return _Shared(tensor)
+
+    def new_shared_event(self, device: torch.device) -> Event:
+        """By an IPC handle; the device is the current one while it is made."""
+        with self.on(device):
+            event = _SharedEvent(interprocess=True)
+            event.ipc_handle()  # which makes it
+        return event
+
+    def identity(self, device: torch.device) -> str:
+        """Its UUID, which differs for the parts of a GPU."""
+        return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
     def release_shared(self) -> None:
         """PyTorch looks for such memory only now and then."""
@@ -119,6 +130,19 @@ class _Shared:
 
     def __reduce__(self) -> Any:
         return reductions.reduce_tensor(self._tensor)
+
+
+class _SharedEvent(torch.cuda.Event):
+    """An event that is pickled as an IPC handle."""
+
+    def __reduce__(self) -> Any:
+        return _opened_event, (self.device.index, self.ipc_handle())
+
+
+def _opened_event(index: int, handle: bytes) -> Event:
+    """The event of another process, on the GPU that has this number in both."""
+    event: Event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", index), handle)
+    return event
 
 
 def _set(setting: str, wanted: str) -> None:

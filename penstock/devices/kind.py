@@ -47,8 +47,8 @@ class Stream(Protocol):
     def device(self) -> torch.device:
         """The device that runs it."""
 
-    def record_event(self) -> Event:
-        """An event behind everything that is on the stream now."""
+    def record_event(self, event: Any = None) -> Event:
+        """An event behind everything that is on the stream now: this one, or a new one."""
 
     def wait_event(self, event: Event) -> None:
         """Let what comes onto the stream from now on wait for the event."""
@@ -122,8 +122,8 @@ class DeviceKind(ABC):
             methods about streams must not be called.
         can_record: whether work can be recorded and replayed; if not, `recorder` must not be
             called.
-        can_share: whether several processes can have the same memory; if not, `shared` and
-            `release_shared` must not be called.
+        can_share: whether several processes can have the same memory; if not, `shared`,
+            `new_shared_event` and `release_shared` must not be called.
     """
 
     type: str
@@ -223,6 +223,18 @@ class DeviceKind(ABC):
             RuntimeError: when it is pickled, the driver or the allocator does not share memory.
         """
         raise TypeError(f"memory of {self.type} devices cannot be shared between processes")
+
+    def new_shared_event(self, device: torch.device) -> Event:
+        """An event of a device that other processes can have: it is pickled for them.
+
+        Each may record it, on a stream of the device, and wait for it. A wait is for the recording
+        that was given to the device last, so the processes have to tell each other of it.
+        """
+        raise TypeError(f"events of {self.type} devices cannot be shared between processes")
+
+    def identity(self, device: torch.device) -> str:
+        """A name of a device that is the same in all processes of its machine; empty if unknown."""
+        return ""
 
     def release_shared(self) -> None:
         """Give back the memory of `shared` tensors that no process has any more."""

@@ -137,24 +137,26 @@ class Copies:
 
     Args:
         source: the device of the tensors.
-        target: the device of the copies, which is another one.
+        target: the device of the copies; if it is the same one, they are copied there.
+        sparse: whether copies keep strides that span many more elements than there are.
     """
 
-    def __init__(self, source: torch.device, target: torch.device) -> None:
-        self._source, self._target = source, target
+    def __init__(self, source: torch.device, target: torch.device, sparse: bool = False) -> None:
+        self._source, self._target, self._sparse = source, target, sparse
         self._from, self._to = kind_of(source), kind_of(target)
         self._reads = self._from.new_stream(source) if self._from.has_streams else None
         self._writes = self._to.new_stream(target) if self._to.has_streams else None
         self._last: Event | None = None
 
     def start(
-        self, values: Sequence[Any], made: Event | None = None
+        self, values: Sequence[Any], made: Event | None = None, read: Event | None = None
     ) -> tuple[Sequence[Any], Event | None]:
         """Start to copy every tensor among these values, in the sender's thread.
 
         Args:
             values: tensors of the source, and others.
             made: when they are there; by default when the current stream has come this far.
+            read: is recorded when they have been read.
 
         Returns:
             the copies, without history but still asking for a gradient where the original does, and
@@ -162,8 +164,10 @@ class Copies:
         """
         copies, arrival = self._started(values, made)
         if self._reads is not None:
-            _used_on(self._reads, values)  # not to be reused before they are copied
+            used_on(self._reads, values)  # not to be reused before they are copied
             self._last = arrival
+            if read is not None:
+                self._reads.record_event(read)
         return copies, arrival
 
     def begin(self, values: Sequence[Any]) -> tuple[Sequence[Any], Event]:
@@ -218,7 +222,7 @@ class Copies:
             return
         compute = self._to.current_stream(self._target)
         compute.wait_event(arrival)
-        _used_on(compute, copies)
+        used_on(compute, copies)
 
     def wait_for_copies(self) -> None:
         """Let what follows in the sender's thread wait until everything has been copied.
@@ -253,14 +257,14 @@ class Copies:
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        copy = alike(value, self._moved, to=self._target)
+        copy = alike(value, self._moved, self._sparse, to=self._target)
         return copy.requires_grad_(value.requires_grad)
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
         if self._reads is None and self._writes is not None and value.nbytes >= _PAGEABLE:
             is_plain = value.layout is torch.strided and not self._to.is_pinned(value)
             value = self._to.pinned(value) if is_plain else value
-        return value.to(self._target, non_blocking=True)
+        return value.to(self._target, non_blocking=True, copy=True)
 
 
 class Ahead:
@@ -373,7 +377,7 @@ class _Started(NamedTuple):
     waits: Sequence[_Wait]
 
 
-def _used_on(stream: Stream, values: Sequence[Any]) -> None:
+def used_on(stream: Stream, values: Sequence[Any]) -> None:
     """Keep the memory of these tensors from being reused before the stream has come this far."""
     for value in values:
         if isinstance(value, torch.Tensor):

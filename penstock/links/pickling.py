@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from penstock.errors import WorkerError
 from penstock.links.local import Aborted
 from penstock.links.segment import TensorPlace, alone, brought, shift_of
-from penstock.links.shared_memory import Layout, is_plain, laid_out
+from penstock.links.slots import Layout, is_plain, laid_out
 from penstock.torch_internals import inject_parametrized_class, inject_parametrized_property
 
 DeviceFor = Callable[[torch.device], torch.device]
@@ -100,7 +100,7 @@ def packed_together(obj: Any) -> tuple[bytes, Layout, torch.Tensor]:
     base = torch.empty(size, dtype=torch.uint8)
     for place, tensor in zip(layout, tensors, strict=True):
         if isinstance(place, TensorPlace):
-            place.target(base.untyped_storage()).fill(tensor)
+            place.target(base).fill(tensor)
     return data, layout, base
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from penstock.links.link import InDispatch, Values
 from penstock.links.segment import TensorPlace, brought
-from penstock.links.shared_memory import PLAIN, Layout, laid_out
+from penstock.links.slots import PLAIN, Layout, laid_out
 from penstock.links.wire import Gone, Wire
 
 
@@ -167,7 +167,7 @@ class GroupEnd:
         with torch.no_grad():
             for place, value in zip(layout, values, strict=True):
                 if isinstance(place, TensorPlace):
-                    place.target(buffer.untyped_storage()).fill(value.detach())
+                    place.target(buffer).fill(value.detach())
         return buffer
 
     def _send(self, part: torch.Tensor) -> Any:

@@ -71,6 +71,7 @@ class Segment:
 
     Attributes:
         size: bytes of the content.
+        room: bytes of values that it has room for.
         base: the content, as bytes.
         fd: to be sent to another process.
         close: closes it, when no other process needs it any more; the memory stays.
@@ -78,7 +79,7 @@ class Segment:
 
     @_ordinary
     def __init__(self, size: int, fd: int | None = None) -> None:
-        self.size = size
+        self.size = self.room = size
         self.fd = anonymous_memory(_HEADER + size) if fd is None else fd
         self.close = weakref.finalize(self, os.close, self.fd)
         self.close.atexit = False
@@ -165,12 +166,18 @@ class TensorPlace(NamedTuple):
             storage, first, self.shape, self.stride
         )
 
-    def target(self, storage: torch.UntypedStorage) -> Target:
-        """What to copy a tensor to that goes here."""
+    @_ordinary
+    def within(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of these bytes, to be copied from or to."""
+        own = memory[self.offset : self.end].view(self.dtype)
+        return own.as_strided(self.shape, self.stride)
+
+    def target(self, memory: torch.Tensor) -> Target:
+        """What to copy a tensor to that goes here, in these bytes."""
         if 0 not in self.stride:
-            return Target(self.of(storage), None)
+            return Target(self.within(memory), None)
         once = tuple(1 if s == 0 else n for n, s in zip(self.shape, self.stride, strict=True))
-        return Target(self._replace(shape=once).of(storage), tuple(slice(n) for n in once))
+        return Target(self._replace(shape=once).within(memory), tuple(slice(n) for n in once))
 
 
 @_ordinary
@@ -206,18 +213,25 @@ def fill(memory: torch.Tensor, tensor: torch.Tensor) -> None:
     memory[once].copy_(tensor[once])
 
 
-def place_of(tensor: torch.Tensor, start: int) -> TensorPlace:
+def place_of(tensor: torch.Tensor, start: int, alignment: int = ALIGNMENT) -> TensorPlace:
     """A place for a tensor behind byte `start`, where kernels compute the same bits with it.
 
     The place has the strides of the tensor, as libraries choose kernels by strides. So it may
     contain gaps, as with the queries in a projection of queries, keys and values, but it is no
     larger than the storage of which the tensor is a view. For a tensor on the CPU, it begins as far
-    behind a multiple of 64 bytes; for one on another device, `shift` says how far behind 256.
+    behind a multiple of 64 bytes. For one on another device, `shift` says how far behind 256, and
+    so it begins in memory that is aligned as there.
+
+    Args:
+        tensor: the tensor.
+        start: the first free byte.
+        alignment: of the memory, in bytes.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     is_here = tensor.device.type == "cpu"
     shift = shift_of(tensor)
-    offset = aligned(start) + (shift if is_here else 0)
+    is_alike = is_here or alignment == DEVICE_ALIGNMENT
+    offset = aligned(start, alignment) + (shift if is_alike else 0)
     of_device = 0 if is_here else shift
     return TensorPlace(tensor.dtype, shape, stride, offset, tensor.requires_grad, of_device)
 
@@ -246,9 +260,9 @@ def brought(tensor: torch.Tensor, device: torch.device, shift: int) -> torch.Ten
     return copy
 
 
-def aligned(offset: int) -> int:
-    """The next multiple of the alignment."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def aligned(offset: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple of an alignment."""
+    return -(-offset // alignment) * alignment
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ A weight that both processes map is not copied: the message says which it is (`w
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,19 +20,19 @@ import msgspec
 import torch
 
 from penstock.links.link import Gradients, InDispatch, Roots, Values, edges
-from penstock.links.segment import Segment, Target, TensorPlace, brought, place_of, shift_of
+from penstock.links.segment import Segment, TensorPlace, shift_of
+from penstock.links.slots import (
+    MOST_LAYOUTS,
+    PLAIN,
+    Arrivals,
+    Layout,
+    Slot,
+    Slots,
+    is_plain,
+    laid_out,
+)
 from penstock.links.weights import Named, Weights
 from penstock.links.wire import Wire
-
-_ROOM = 1.25  # a slot is this much larger than what it is made for
-_LEAST = 4000  # bytes; memory comes in pages, and small values differ most in how they are aligned
-PLAIN = "plain"
-"""In a layout: a value that is in the message."""
-_MOST = 1000  # of what is remembered of layouts, if shapes always change
-
-Layout = tuple[TensorPlace | Named | str | None, ...]
-"""For every value its place, or its name among the weights that both have; or `None` for no value,
-or `"plain"` for one in the message."""
 
 
 class Lent(msgspec.Struct, array_like=True, frozen=True):
@@ -64,43 +64,25 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Boundary).decode
 
 
-class Slots:
-    """The segments that one process lends to another."""
-
-    def __init__(self) -> None:
-        self._slots: list[Segment] = []
-
-    def lend(self, size: int) -> tuple[int, Segment, bool]:
-        """The smallest that is free and large enough, and whether it had to be made."""
-        fitting = [
-            (slot.size, number)
-            for number, slot in enumerate(self._slots)
-            if slot.size >= size and not slot.lent
-        ]
-        number = min(fitting)[1] if fitting else len(self._slots)
-        if not fitting:
-            self._slots.append(Segment(max(_LEAST, int(size * _ROOM))))
-        self._slots[number].lend()
-        return number, self._slots[number], not fitting
-
-
 class Lender:
     """Copies values into slots, of which messages to another process then speak.
 
     Args:
         wire: to it.
         weights: that the other process has, too.
+        slots: for the values; by default in memory of the CPU.
     """
 
-    def __init__(self, wire: Wire, weights: Weights | None = None) -> None:
+    def __init__(
+        self, wire: Wire, weights: Weights | None = None, slots: Slots[Slot] | None = None
+    ) -> None:
         self._wire = wire
         self._weights = weights
-        self._slots = Slots()
+        self._slots = slots or Slots(Slot)
         self._sent: set[int] = set()  # of the slots, those that the other process has
         self._announced: set[int] = set()  # of the layouts, those that it knows
         self._layouts: dict[Layout, int] = {}
         self._known: dict[tuple[Any, ...], _Known] = {}
-        self._targets: dict[tuple[int, int], list[Target | None]] = {}
 
     def lend(self, values: Sequence[Any]) -> Loan:
         """Copy values: tensors, `None`, or whatever can be pickled.
@@ -117,10 +99,7 @@ class Lender:
         try:
             if segment is not None:
                 with torch.no_grad():
-                    targets = self._targets_in(slot, segment, known)
-                    for target, value in zip(targets, values, strict=True):
-                        if target is not None:
-                            target.fill(value)
+                    segment.fill(known.number, known.layout, values)
                 size = 0 if slot in self._sent else segment.size
             new_layout = b"" if known.number in self._announced else pickle.dumps(known.layout)
             plain = [v for p, v in zip(known.layout, values, strict=True) if p is PLAIN]
@@ -148,25 +127,16 @@ class Lender:
     def _learn(self, signature: tuple[Any, ...], values: Sequence[Any]) -> _Known:
         """Lay out values that are like none before."""
         names = {k: name for k, name in enumerate(signature) if isinstance(name, Named)}
-        layout, size = laid_out(values, names)
+        layout, size = laid_out(values, names, self._slots.alignment)
         number = self._layouts.setdefault(layout, len(self._layouts))
-        if len(self._known) >= _MOST:
+        if len(self._known) >= MOST_LAYOUTS:
             self._known.clear()
         known = self._known[signature] = _Known(number, layout, size)
         return known
 
-    def _targets_in(self, slot: int, segment: Segment, known: _Known) -> list[Target | None]:
-        """Where the values of a layout go in a slot."""
-        targets = self._targets.get((slot, known.number))
-        if targets is None:
-            storage = segment.base.untyped_storage()
-            targets = [
-                p.target(storage) if isinstance(p, TensorPlace) else None for p in known.layout
-            ]
-            if len(self._targets) >= _MOST:
-                self._targets.clear()
-            self._targets[slot, known.number] = targets
-        return targets
+    def wait_for_copies(self) -> None:
+        """Let what follows wait until all values have been copied: they may be written then."""
+        self._slots.wait_for_copies()
 
 
 @dataclass(frozen=True)
@@ -214,14 +184,13 @@ class Borrower:
     """Gives out values that the other process has put into slots.
 
     Args:
-        device: where they are wanted.
+        arrivals: the slots.
         weights: that this process has in common with the other one.
     """
 
-    def __init__(self, device: torch.device, weights: Weights | None = None) -> None:
-        self._device = device
+    def __init__(self, arrivals: Arrivals, weights: Weights | None = None) -> None:
+        self._arrivals = arrivals
         self._weights = weights or Weights()
-        self._slots: dict[int, Segment] = {}
         self._layouts: dict[int, Layout] = {}
 
     def borrow(self, lent: Lent, fd: int) -> Values:
@@ -234,27 +203,21 @@ class Borrower:
         if lent.new_layout:
             self._layouts[lent.layout] = pickle.loads(lent.new_layout)
         if fd >= 0:
-            self._slots[lent.slot] = Segment(lent.size, fd)
+            self._arrivals.open(lent.slot, lent.size, fd)
         layout = self._layouts[lent.layout]
-        memory = self._slots[lent.slot].borrow() if lent.slot >= 0 else None  # first: it is lent
+        places = [place for place in layout if isinstance(place, TensorPlace)]
+        tensors = iter(self._arrivals.take(lent.slot, places))
         remaining = iter(pickle.loads(lent.plain) if lent.plain else ())
         values: list[Any] = [None] * len(layout)
         for k, place in enumerate(layout):
             if isinstance(place, TensorPlace):
-                values[k] = self._arrived(place, memory)
+                tensor = next(tensors)
+                values[k] = tensor.requires_grad_() if place.requires_grad else tensor
             elif isinstance(place, Named):
                 values[k] = self._weights.named(place)
             elif place is not None:
                 values[k] = next(remaining)
         return tuple(values)
-
-    def _arrived(self, place: TensorPlace, memory: memoryview | None) -> torch.Tensor:
-        if memory is None:
-            tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
-        else:
-            tensor = place.alone(memory)
-        tensor = brought(tensor, self._device, place.shift)
-        return tensor.requires_grad_() if place.requires_grad else tensor
 
 
 def _signature(value: Any, weights: Weights | None) -> Any:
@@ -266,32 +229,6 @@ def _signature(value: Any, weights: Weights | None) -> Any:
     if weights is not None and (name := weights.name(value)) is not None:
         return name
     return value.dtype, value.shape, value.stride(), shift_of(value), value.requires_grad
-
-
-def laid_out(values: Sequence[Any], names: Mapping[int, Named] | None = None) -> tuple[Layout, int]:
-    """Where values go in a slot, and how many bytes that takes; some are only named."""
-    layout: list[TensorPlace | Named | str | None] = []
-    size = 0
-    for k, value in enumerate(values):
-        if names and k in names:
-            layout.append(names[k])
-        elif isinstance(value, torch.Tensor) and is_plain(value):
-            place = place_of(value, size)
-            size = place.end
-            layout.append(place)
-        else:
-            layout.append(None if value is None else PLAIN)
-    return tuple(layout), size
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but elements in memory, which can be copied."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and not tensor.is_quantized
-    )
 
 
 class Taker(Protocol):
@@ -319,6 +256,7 @@ class Sender(Lender):
         owner: knows the number of the jobs that run now.
         wait: called before a message is sent; returns when there is room for one.
         weights: that the other process has, too.
+        slots: for the values; by default in memory of the CPU.
     """
 
     def __init__(
@@ -327,8 +265,9 @@ class Sender(Lender):
         owner: InDispatch,
         wait: Callable[[], None] | None = None,
         weights: Weights | None = None,
+        slots: Slots[Slot] | None = None,
     ) -> None:
-        super().__init__(wire, weights)
+        super().__init__(wire, weights, slots)
         self._owner = owner
         self._wait = wait
 
@@ -351,7 +290,7 @@ class Receiver:
     Args:
         wire: from the other process.
         owner: knows the number of the jobs that run now; messages of earlier ones are thrown away.
-        device: where the values are wanted.
+        arrivals: the slots that the other process lends.
         wait: called before a message is read; returns when there is one.
         weights: that this process has in common with the other one.
     """
@@ -360,14 +299,14 @@ class Receiver:
         self,
         wire: Wire,
         owner: InDispatch,
-        device: torch.device,
+        arrivals: Arrivals,
         wait: Callable[[], None] | None = None,
         weights: Weights | None = None,
     ) -> None:
         self._wire = wire
         self._owner = owner
         self._wait = wait
-        self._borrower = Borrower(device, weights)
+        self._borrower = Borrower(arrivals, weights)
 
     def get(self) -> Values:
         """The next values; waits for them.

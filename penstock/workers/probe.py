@@ -44,15 +44,13 @@ class LinkProbe(Protocol):
 
     Attributes:
         kind: the kind of these workers, as in `Member`.
-        overlaps: whether a worker goes on while what it sends is under way.
     """
 
     @property
     def kind(self) -> str:
         """The kind of these workers, as in `Member`."""
 
-    @property
-    def overlaps(self) -> bool:
+    def overlaps(self, one: torch.device, other: torch.device) -> bool:
         """Whether the worker that sends computes on while values travel."""
 
     def copies(self, one: torch.device, other: torch.device) -> bool:
@@ -87,7 +85,7 @@ def with_links(profile: Profile, devices: Sequence[torch.device], where: LinkPro
         links=measure_links(devices, where),
         overhead_seconds=max((where.overhead(*pair) for pair in neighbours), default=0.0),
         adding_seconds=max((where.adding(*pair) for pair in neighbours), default=0.0),
-        overlap=where.overlaps,
+        overlap=all(where.overlaps(*pair) for pair in neighbours),
     )
 
 

@@ -20,11 +20,14 @@ class ThreadProbe:
     """Measures links with threads that it starts for the purpose."""
 
     kind = "thread"
-    overlaps = True
 
     def copies(self, one: torch.device, other: torch.device) -> bool:
         """On one device a reference is enough."""
         return one != other
+
+    def overlaps(self, one: torch.device, other: torch.device) -> bool:
+        """Always: a reference is handed over, or a copy has streams of its own."""
+        return True
 
     def one_way(
         self, one: torch.device, other: torch.device, size: int, rounds: int

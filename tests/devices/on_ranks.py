@@ -1,4 +1,7 @@
-"""A step of two ranks, compared with one device: `torchrun on_ranks.py DEVICE DEVICE`."""
+"""Steps of two ranks, compared with one device: `torchrun on_ranks.py DEVICE DEVICE`.
+
+First the ranks are two stages, then two replicas.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,14 @@ from tests.interleavings.running import plan_of
 LOSS = nn.functional.mse_loss
 
 
-def main(devices: tuple[str, ...]) -> None:
-    """Train on both ranks, and on the first device alone."""
-    torch.use_deterministic_algorithms(True)
-    case = replace(CASES["chain, 1f1b"], devices=devices)
+def compare(name: str, devices: tuple[str, ...]) -> None:
+    """Train on both ranks, and on the first device alone.
+
+    Args:
+        name: of the case.
+        devices: of the ranks.
+    """
+    case = replace(CASES[name], devices=devices)
     model, twin = case.model(), case.model().to(devices[0])
     x, y = case.batch(0)
     program = ps.capture(model, (x,))
@@ -32,6 +39,8 @@ def main(devices: tuple[str, ...]) -> None:
         optimizer.step()
         state, threads = pipe.state_dict(), pipe.threads_per_worker
         print(*pipe.links)
+        if len(pipe.plan.stages) == 1:  # replicas, whose gradients travel during backwards
+            assert pipe._running._total.overlaps, "gradients go by way of the CPU"
     on_one = x.to(devices[0])
     oracle = one_device(twin, ps.capture(twin, (on_one,)), MICROBATCHES, (on_one,), {})
     wanted = run_with_threads(lambda: oracle.train_step(0, LOSS, y.to(devices[0])), threads)
@@ -43,4 +52,6 @@ def main(devices: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]))
+    torch.use_deterministic_algorithms(True)
+    for each in ("chain, 1f1b", "replicas"):
+        compare(each, tuple(sys.argv[1:]))

@@ -21,7 +21,7 @@ from tests.interleavings.running import computed, differences, one_core, run
 from tests.support.simulated.machine import Machine
 from tests.support.simulated.module import simulated
 
-_NAMES = [name for name, case in CASES.items() if "cpu" not in case.devices]
+_NAMES = [name for name, case in CASES.items() if "cpu" not in case.devices and not case.apart]
 _SIMULATED = ["replicas of stages"]  # all of them are elsewhere
 
 
@@ -84,7 +84,7 @@ def test_processes_have_the_bits_of_one_device(name: str, devices: tuple[str, in
     "devices", [pytest.param(("cpu", 1), marks=pytest.mark.slow), *_gpus(1, 2)]
 )
 def test_ranks_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
-    """Two ranks of torchrun; with one GPU on that one, by gloo."""
+    """Two ranks of torchrun, as stages and as replicas; with one GPU, both on that one."""
     kind, count = devices
     if kind == "cuda" and torch.cuda.device_count() < count:
         pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
@@ -100,4 +100,5 @@ def test_ranks_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert process.stdout.count("the same bits") == 2
+    assert process.stdout.count("the same bits") == 4
+    assert process.stdout.count("shared memory (cuda)") == (2 if kind == "cuda" else 0)

@@ -99,6 +99,7 @@ class Case:
         shares: how many micro-batches each runs, if not equally many.
         more: whether it maps batches, evaluates a loss, records a timeline, saves and restores.
         adds_up: whether a step adds its gradients to half of those of the step before.
+        apart: whether values travel between stages as they do between processes.
     """
 
     build: Callable[[], nn.Module]
@@ -115,6 +116,7 @@ class Case:
     shares: tuple[int, ...] = ()
     more: bool = False
     adds_up: bool = False
+    apart: bool = False
 
     def on(self, kind: str, count: int) -> Case:
         """The same on so many devices of a kind, which stand for all there are."""
@@ -210,4 +212,14 @@ CASES: dict[str, Case] = {
     "replicas of stages on the same devices": Case(
         Skips, (4,), devices=("sim:0", "sim:1", "sim:0", "sim:1"), replicas=2, more=True
     ),
+    "apart": Case(_chain, (2, 5), devices=_THREE_DEVICES, more=True, apart=True),
+    "apart, gpipe": Case(_chain, _TWO, schedule="gpipe", apart=True),
+    "apart, zero-bubble": Case(_chain, _TWO, schedule="zero-bubble", apart=True),
+    "skips, apart": Case(Skips, (2, 4), devices=_THREE_DEVICES, apart=True),
+    "tied, apart": Case(Tied, (2,), integers=True, more=True, apart=True),
+    "images, apart": Case(Images, (3,), shape=(2, 6, 6), recompute=True, apart=True),
+    "in place, apart": Case(InPlace, (4, 7), devices=_THREE_DEVICES, apart=True),
+    "own streams, apart": Case(_chain, _TWO, own_streams=True, apart=True),
+    "one device twice, apart": Case(_chain, _TWO, devices=("sim:0", "sim:0"), apart=True),
+    "by way of the CPU, apart": Case(_chain, (3, 4), devices=("sim:0", "cpu", "sim:1"), apart=True),
 }

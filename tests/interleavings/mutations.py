@@ -72,9 +72,15 @@ def _twins(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
     return Mutation("penstock.engine.twins", lines, uses, cases)
 
 
+def _slots(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
+    uses = [f"tests.support.simulated.apart.{name}" for name in ("DeviceSlots", "DeviceArrivals")]
+    return Mutation("penstock.links.device_memory", lines, uses, cases)
+
+
 _REPLICAS = ["replicas of stages, tied", "replicas of stages", "replicas, tied"]
 _TWIN_LAST = ["three replicas, own streams"]
 _NORMS = ["replicas of images", "replicas of stages across"]
+_APART = ["apart", "apart, gpipe", "skips, apart", "tied, apart", "images, apart"]
 _FROM_DEVICE = "            arrival.synchronize()\n            return\n"
 _PINNED = ["pinned inputs", "pinned images", "pinned integers"]
 _GIVEN = [*_PINNED, "inputs of the CPU"]
@@ -100,10 +106,10 @@ MUTATIONS: dict[str, Mutation] = {
         cases=["tied", "tied, gpipe, three devices"],
     ),
     "no record_stream of what is copied": _copies(
-        ("            _used_on(self._reads, values)", "            pass"), cases=_BETWEEN
+        ("            used_on(self._reads, values)", "            pass"), cases=_BETWEEN
     ),
     "no record_stream of copies": _copies(
-        ("        _used_on(compute, copies)\n", ""), cases=_BETWEEN + _FROM_CPU
+        ("        used_on(compute, copies)\n", ""), cases=_BETWEEN + _FROM_CPU
     ),
     "an event recorded too early": _copies(
         (
@@ -208,5 +214,36 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "no record_stream of what the user gets": _handover(
         ("kind.used_on(kind.current_stream(value.device), value)", "pass"), cases=_OWN
+    ),
+    "no wait before values are copied into a slot": _slots(
+        ("self._stream.wait_event(here.record_event())", "pass"), cases=_APART
+    ),
+    "no wait before a slot is written again": _slots(
+        ("        self._stream.wait_event(self._last)\n", ""), cases=_APART
+    ),
+    "no record_stream of what is copied into a slot": _slots(
+        ("        used_on(self._stream, [value", "        list([value"), cases=_APART
+    ),
+    "no wait before a slot is read": _slots(("made=last, ", ""), cases=_APART),
+    "nobody says that a slot was read": _slots((", read=last", ""), cases=_APART),
+    "a slot's event recorded too early": _slots(
+        ("        self._stream.record_event(self._last)\n", ""),
+        (
+            "        with self._kind.using(self._stream):\n            super()",
+            "        self._stream.record_event(self._last)\n"
+            "        with self._kind.using(self._stream):\n            super()",
+        ),
+        cases=_APART,
+    ),
+    "values copied into a slot on the wrong stream": _slots(
+        (
+            "        with self._kind.using(self._stream):\n            super()",
+            "        if True:\n            super()",
+        ),
+        cases=_APART,
+    ),
+    "no wait before what was sent is written": _slots(
+        ("self._kind.current_stream(self._device).wait_event(self._stream.record_event())", "pass"),
+        cases=["tied, apart"],
     ),
 }

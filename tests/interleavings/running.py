@@ -28,6 +28,7 @@ from penstock.plan.plan import Plan
 from penstock.schedule import placement_of
 from penstock.workers.backend import WorkerKind
 from tests.interleavings.cases import CASES, MICROBATCHES, ROWS, Case
+from tests.support.simulated.apart import ApartLink, sharing
 from tests.support.simulated.detector import Detector, without_stacks
 from tests.support.simulated.hosts import Hosts
 from tests.support.simulated.machine import Machine
@@ -77,7 +78,8 @@ def interleaving(
     hosts = Hosts(seed)
     machine = Machine(4, seed, is_late, detector if detect else None)
     quiet = nullcontext() if stacks else without_stacks()
-    with simulated(machine), _one_at_a_time(hosts), one_core(), quiet:
+    as_linked = _linked(case)
+    with simulated(machine), _one_at_a_time(hosts), as_linked, one_core(), quiet:
         try:
             turns = hosts.in_turns(len(case.devices))
             outcome.wrong = differences(run(case, turns), expected(name))
@@ -379,6 +381,16 @@ def _one_at_a_time(hosts: Hosts) -> Iterator[None]:
             yield
     finally:
         gc.enable()
+
+
+@contextmanager
+def _linked(case: Case) -> Iterator[None]:
+    """While open, values travel between stages in the way of the case."""
+    if not case.apart:
+        yield
+        return
+    with sharing(), mock.patch("penstock.workers.threads.workers.LocalLink", ApartLink):
+        yield
 
 
 def names(count: int) -> Sequence[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.links.shared_memory import Receiver, Sender
+from penstock.links.slots import Arrivals
 from penstock.links.weights import Weights
 from penstock.links.wire import Wire
 
@@ -25,7 +26,7 @@ class Ends:
         self.weights = Weights()
         self.weights.add(7, self.weight)
         self.sender = Sender(Wire(here), self, weights=self.weights)
-        self.receiver = Receiver(Wire(there), self, CPU, weights=self.weights)
+        self.receiver = Receiver(Wire(there), self, Arrivals(CPU), weights=self.weights)
 
     def across(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.sender.put(values)

@@ -15,6 +15,7 @@ from torch import nn
 from penstock.links.pickling import Inbox, Outbox, pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import LinkSink, LinkSource, Receiver, Sender
+from penstock.links.slots import Arrivals
 from penstock.links.wire import Frame, Gone, Wire
 from tests.support.interrupts import drop_interrupted
 
@@ -29,7 +30,7 @@ class Ends:
         self.dispatch = 0
         self.wires = Wire(here), Wire(there)
         self.sender = Sender(self.wires[0], self)
-        self.receiver = Receiver(self.wires[1], self, CPU)
+        self.receiver = Receiver(self.wires[1], self, Arrivals(CPU))
 
     def across(self, *values: Any) -> tuple[Any, ...]:
         self.sender.put(values)

@@ -15,13 +15,15 @@ from penstock.devices.kinds import kind_of
 from penstock.devices.streams import with_streams
 from penstock.display.terminal import Progress
 from penstock.errors import InputError
+from penstock.links.device_memory import can_cross
+from penstock.links.shared_memory import LinkSink
 from penstock.plan import Plan
 from penstock.workers.backend import DrivenBackend, Survivors, Workers, timeout_of
 from penstock.workers.common_jobs import Modes
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
-from penstock.workers.processes.jobs import Enter
+from penstock.workers.processes.jobs import End, Enter
 from penstock.workers.processes.pool import ProcessPool, ProcessSurvivors
 from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
@@ -170,16 +172,19 @@ class ProcessProbe:
 
     pool: ProcessPool
     kind = "process"
-    overlaps = False  # the sender copies
 
     def copies(self, one: torch.device, other: torch.device) -> bool:
-        """Always: values are copied into shared memory."""
+        """Always: values are copied into shared memory, of the CPU or of a device."""
         return True
+
+    def overlaps(self, one: torch.device, other: torch.device) -> bool:
+        """Where the sender's device copies; else it does so itself, into the CPU's memory."""
+        return can_cross(one, other)
 
     def one_way(
         self, one: torch.device, other: torch.device, size: int, rounds: int
     ) -> Sequence[float]:
-        """The seconds there and back through shared memory, by round."""
+        """The seconds there and back, by round."""
         found: list[float] = self._joined(one, other, size, rounds)[0]
         return found
 
@@ -198,8 +203,10 @@ class ProcessProbe:
         here, there = socket.socketpair()
         with here, there:
             grants = self.pool.grant(here.fileno(), 0), self.pool.grant(there.fileno(), 1)
-        ends = enumerate(zip(grants, (one, other), strict=True))
-        return self._first_two([_AtEnd(k, g, on, size, rounds) for k, (g, on) in ends])
+        to, back = (other, one) if can_cross(one, other) else (None, None)
+        ends = End("sink", grants[0], to), End("source", grants[1], back)
+        jobs = [_AtEnd(*at, size, rounds) for at in zip(ends, (one, other), strict=True)]
+        return self._first_two(jobs)
 
     def _first_two(self, jobs: Sequence[Job]) -> list[Any]:
         """The results of a job for each of the first two workers."""
@@ -211,20 +218,20 @@ class ProcessProbe:
 class _AtEnd:
     """Measure at one end of a link: the time there and back, or the overhead if `rounds` is 0."""
 
-    index: int
-    grant: int
+    end: End
     device: torch.device
     size: int
     rounds: int
 
     def __call__(self, own: WorkerState) -> list[float] | float | None:
         own.work_on(self.device)
+        kind, grant, peer = self.end
+        link = own.sink(grant, peer) if kind == "sink" else own.source(grant, peer)
         if not self.rounds:
-            link = own.sink(self.grant) if self.index == 0 else own.source(self.grant)
-            return overhead_here(self.index, link, self.device)
-        if self.index == 0:
-            return ping(own.sink(self.grant), self.device, self.size, self.rounds)
-        pong(own.source(self.grant), self.device, self.rounds)
+            return overhead_here(0 if kind == "sink" else 1, link, self.device)
+        if isinstance(link, LinkSink):
+            return ping(link, self.device, self.size, self.rounds)
+        pong(link, self.device, self.rounds)
         return None
 
 

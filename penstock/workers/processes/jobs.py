@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -41,8 +41,19 @@ from penstock.workers.processes.turns import Turnstile
 from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.tensors import Shared
 
-End = tuple[Literal["sink", "source", "local"], int]
-"""Which end of a link a worker has, and the grant of its socket; 0 if both ends are here."""
+
+class End(NamedTuple):
+    """A worker's end of a link.
+
+    Attributes:
+        kind: what it is; a local one has both ends.
+        grant: the number under which its socket was granted.
+        peer: the device of the other end, as of `WorkerState.ends`.
+    """
+
+    kind: Literal["sink", "source", "local"]
+    grant: int = 0
+    peer: torch.device | None = None
 
 
 @dataclass(frozen=True)
@@ -123,13 +134,13 @@ class Build:
         own.work_on(self.member.device)
         own.place = self.member.place
         links: dict[int, LinkSink | LinkSource | LocalLink] = {}
-        for k, (kind, grant) in self.ends.items():
+        for k, (kind, grant, peer) in self.ends.items():
             if kind == "local":
                 links[k] = LocalLink(own.device, own.device)
             else:
                 weights = own.weights[k] = Weights()
                 end = own.sink if kind == "sink" else own.source
-                links[k] = end(grant, weights)
+                links[k] = end(grant, peer, weights)
         own.links = links
         count = self.plan.workers_per_replica
         if self.common:

@@ -28,6 +28,7 @@ from penstock.interrupts import interrupts_wait
 from penstock.links.local import Aborted
 from penstock.links.pickling import pack, unpack
 from penstock.links.shared_memory import Borrower, Lender
+from penstock.links.slots import Arrivals
 from penstock.links.wire import Gone, Wire, polling
 from penstock.workers.heartbeat import Pulse
 from penstock.workers.pool import Dispatch, Job, JobResult, Late, Pool
@@ -70,7 +71,7 @@ class _Process:
         self.how = ""  # how this process has ended it, in words; empty if it has not
         self.lost = False  # whether somebody was interrupted between reading and noting a report
         self.lender = Lender(self.wire)
-        self.borrower = Borrower(_CPU)
+        self.borrower = Borrower(Arrivals(_CPU))
 
     def has_ended(self) -> bool:
         """Whether it has; then it is reaped, and what is left of its process group is killed."""

@@ -23,7 +23,7 @@ from torch import nn
 from penstock.devices.kinds import kind_of
 from penstock.errors import InputError
 from penstock.links.segment import Segment, TensorPlace, alone, fill, place_of
-from penstock.links.shared_memory import Slots
+from penstock.links.slots import Slots
 from penstock.torch_internals import storage_uses
 from penstock.workers.ownership import conflict
 from penstock.workers.tensors import Shared, described, hooks_of_tensors
@@ -189,7 +189,7 @@ class _Part:
     parameters: list[nn.Parameter] = field(default_factory=list)
     places: list[TensorPlace] = field(default_factory=list)  # of the gradients, and `present`
     size: int = 0  # of all that
-    slots: Slots = field(default_factory=Slots)
+    slots: Slots[Segment] = field(default_factory=lambda: Slots(Segment))
     slot: int = -1
     memory: memoryview | None = None  # of that slot
     requires_grad: tuple[bool, ...] = ()
@@ -226,7 +226,7 @@ class _Part:
         self.places.append(place_of(present, self.size))
         self.size = self.places[-1].end
         self.let_go()
-        self.slot, self.slots = -1, Slots()
+        self.slot, self.slots = -1, Slots(Segment)
 
     def renew(
         self, found: Sequence[torch.Tensor | None], grant: Callable[[int], int]
@@ -550,7 +550,7 @@ class SharedModel:
         """Take it that the workers know nothing of all this: what was sent may be lost."""
         for part in self._parts:
             part.let_go()
-            part.slot, part.slots, part.requires_grad = -1, Slots(), ()
+            part.slot, part.slots, part.requires_grad = -1, Slots(Segment), ()
             part.versions.resend()
             part.crossing.resend()
 

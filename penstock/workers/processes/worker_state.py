@@ -24,10 +24,12 @@ from penstock.engine.replicas import ONLY
 from penstock.engine.residents import Residents
 from penstock.engine.sums import Adding
 from penstock.errors import InputError, PenstockError, WorkerError
+from penstock.links.device_memory import ends_between
 from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import DeviceFor, pack, portable, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, LinkSink, LinkSource, Receiver, Sender
+from penstock.links.slots import Arrivals
 from penstock.links.weights import Weights
 from penstock.links.wire import SPIN, Gone, Wire, polling, spin
 from penstock.torch_internals import foreach_copy_
@@ -97,7 +99,7 @@ class WorkerState(ProcessState):
         self.leaves = False
         self.dispatch, self._given_up = 0, -1
         self._wire = wire
-        self._borrower = Borrower(CPU)
+        self._borrower = Borrower(Arrivals(CPU))
         self._lender = Lender(wire)
         self._jobs: deque[tuple[int, Callable[[WorkerState], Any]]] = deque()
         self._grants: dict[int, int] = {}
@@ -465,36 +467,47 @@ class WorkerState(ProcessState):
 
     # -- links ----------------------------------------------------------------------------
 
-    def sink(self, grant: int, weights: Weights | None = None) -> LinkSink:
+    def sink(
+        self, grant: int, peer: torch.device | None = None, weights: Weights | None = None
+    ) -> LinkSink:
         """The earlier stage's end of a link.
 
         Args:
             grant: the number under which its socket was granted.
+            peer: as of `ends`.
             weights: that cross it.
         """
-        sender, receiver = self.ends(self._granted_wire(grant), out=weights)
+        sender, receiver = self.ends(self._granted_wire(grant), peer, out=weights)
         return LinkSink(sender, receiver)
 
-    def source(self, grant: int, weights: Weights | None = None) -> LinkSource:
+    def source(
+        self, grant: int, peer: torch.device | None = None, weights: Weights | None = None
+    ) -> LinkSource:
         """The later stage's end of a link.
 
         Args:
             grant: the number under which its socket was granted.
+            peer: as of `ends`.
             weights: that cross it.
         """
-        sender, receiver = self.ends(self._granted_wire(grant), come=weights)
+        sender, receiver = self.ends(self._granted_wire(grant), peer, come=weights)
         return LinkSource(receiver, sender)
 
     def _granted_wire(self, grant: int) -> Wire:
         return Wire(socket.socket(fileno=self.granted(grant)))
 
     def ends(
-        self, wire: Wire, out: Weights | None = None, come: Weights | None = None
+        self,
+        wire: Wire,
+        peer: torch.device | None = None,
+        out: Weights | None = None,
+        come: Weights | None = None,
     ) -> tuple[Sender, Receiver]:
         """A sender and a receiver for a wire to another worker; the driver can interrupt both.
 
         Args:
             wire: to the other worker.
+            peer: its device, if values cross in the memory of devices; else they go by the CPU's.
             out: weights that are sent by name. Gradients never are: they are added to.
             come: weights that come by name.
         """
@@ -509,8 +522,9 @@ class WorkerState(ProcessState):
             if not wire.has_room():
                 self._wait(outgoing, wire.fileno())
 
-        sender = Sender(wire, self, wait_for_room, out)
-        return sender, Receiver(wire, self, self.device, wait_for_values, come)
+        slots, arrivals = ends_between(self.device, peer)
+        sender = Sender(wire, self, wait_for_room, out, slots)
+        return sender, Receiver(wire, self, arrivals, wait_for_values, come)
 
     def _wait(self, poller: select.poll, fd: int) -> None:
         """Wait until there is something at `fd`, and listen to the driver meanwhile."""

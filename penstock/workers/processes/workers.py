@@ -25,6 +25,7 @@ from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.stage import Before
 from penstock.engine.state import Backups
 from penstock.errors import InputError, PenstockError
+from penstock.links.device_memory import can_cross, link_in_words
 from penstock.links.pickling import Packed
 from penstock.links.segment import Segment
 from penstock.plan import Plan
@@ -111,7 +112,7 @@ class ProcessWorkers(DrivenWorkers):
         self.members = members_here(devices, pool.pids, len(self._places))
         self.homes = [devices[worker] for worker in plan.placement]
         pairs = pairwise(plan.placement)
-        self.links = ["by reference" if a == b else "shared memory" for a, b in pairs]
+        self.links = [self._link_in_words(a, b) for a, b in pairs]
         self._with_streams = with_streams(devices)
         self._accelerator = kind_of(self._with_streams[0]) if self._with_streams else None
         of_places = devices[: len(self._places)]
@@ -141,12 +142,14 @@ class ProcessWorkers(DrivenWorkers):
             for k, pair in enumerate(pairwise(self._plan.placement)):
                 one, other = (first + place for place in pair)
                 if one == other:
-                    ends[one][k] = "local", 0
+                    ends[one][k] = End("local")
                     continue
-                here, there = socket.socketpair()
-                with here, there:
-                    ends[one][k] = "sink", self._pool.grant(here.fileno(), one)
-                    ends[other][k] = "source", self._pool.grant(there.fileno(), other)
+                here, there = self.devices[one], self.devices[other]
+                to, back = (there, here) if can_cross(here, there) else (None, None)
+                sink, source = socket.socketpair()
+                with sink, source:
+                    ends[one][k] = End("sink", self._pool.grant(sink.fileno(), one), to)
+                    ends[other][k] = End("source", self._pool.grant(source.fileno(), other), back)
         common = {number: own for place in self._places for number, own in self._common(place)}
         self._prepare([modes] * len(ends))
         self._prepare(
@@ -155,6 +158,12 @@ class ProcessWorkers(DrivenWorkers):
                 for member in self.members
             ]
         )
+
+    def _link_in_words(self, one: int, other: int) -> str:
+        """How values get from one place to another."""
+        if one == other:
+            return "by reference"
+        return link_in_words(self.devices[one], self.devices[other])
 
     def _at(self, place: int) -> range:
         """The workers at this place, replica after replica."""

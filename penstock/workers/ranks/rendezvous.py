@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from penstock.board.process import started_at
 from penstock.devices.choice import Devices, existing_devices
-from penstock.devices.kinds import accelerator
+from penstock.devices.kinds import accelerator, kind_of
 from penstock.errors import InputError, WorkerError
 from penstock.links.handshake import Address, Listener, call, new_secret, route_to, this_machine
 from penstock.links.wire import Wire
@@ -61,6 +61,7 @@ class RankEntry(NamedTuple):
         secret: that it proposes for connections; the one of rank 0 is used.
         started: when its process started, as `started_at` says.
         group: the number of torchrun's agent that has started it; empty without one.
+        devices: the names of the accelerators that its process may use, by number.
     """
 
     machine: str
@@ -71,6 +72,7 @@ class RankEntry(NamedTuple):
     secret: str
     started: int
     group: str = ""
+    devices: tuple[str, ...] = ()
 
 
 class Others(NamedTuple):
@@ -168,7 +170,7 @@ def rendezvous(devices: Devices | None) -> Launch:
     cores = len(os.sched_getaffinity(0))
     me = this_machine(), socket.gethostname(), os.getpid(), str(device), cores
     group = os.environ.get("GROUP_RANK", "")
-    mine = RankEntry(*me, new_secret(), started_at(), group)
+    mine = RankEntry(*me, new_secret(), started_at(), group, identities(device))
     try:
         return launched(_introduced(rank, mine))
     except (RuntimeError, OSError) as error:
@@ -320,6 +322,12 @@ def _init() -> None:
             "torch.distributed.init_process_group first"
         )
     init_process_group()
+
+
+def identities(device: torch.device) -> tuple[str, ...]:
+    """The names of all devices of this kind that this process may use, by number."""
+    kind = kind_of(device)
+    return tuple(map(kind.identity, kind.devices())) if kind.can_share else ()
 
 
 def _own_device() -> str:

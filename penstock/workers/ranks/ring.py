@@ -54,11 +54,15 @@ class Ring:
         of: how many there are.
         onward: takes values to the next replica; the last one's goes to the first.
         back: gives values of the one before.
+        waits: whether sending waits for what the device computes, so that backwards come first.
     """
 
-    def __init__(self, replica: int, of: int, onward: Taker, back: Giver) -> None:
+    def __init__(
+        self, replica: int, of: int, onward: Taker, back: Giver, waits: bool = False
+    ) -> None:
         self.replica = replica
         self.of = of
+        self.waits = waits
         self._onward = onward
         self._back = back
 
@@ -136,7 +140,7 @@ class ChainedSum:
             several: the parameters that several stages of this rank use.
         """
         ring, parameters = self._ring, self._parameters()
-        self.overlaps = not any(_has_hooks(p) or p.device.type != "cpu" for p in parameters)
+        self.overlaps = not ring.waits and not any(map(_has_hooks, parameters))
         self._buckets = buckets_of(parameters)
         self._number = {id(p): k for k, bucket in enumerate(self._buckets) for p in bucket}
         self._several = set(map(id, several))

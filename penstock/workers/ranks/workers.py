@@ -6,6 +6,7 @@ the others alone, and calls the same methods of the pipeline.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -24,6 +25,7 @@ from penstock.board.memory import Board, Reading, Record, moved, opened
 from penstock.board.runs import new_board
 from penstock.cadence import is_power_of_two
 from penstock.capture.trees import map_leaves, without_history
+from penstock.devices.kinds import kind_of
 from penstock.devices.streams import on
 from penstock.engine.batch import digest
 from penstock.engine.batchnorm import move, replay
@@ -33,6 +35,7 @@ from penstock.engine.residents import Residents
 from penstock.engine.span import MicroBatch
 from penstock.engine.state import Backups
 from penstock.errors import InputError
+from penstock.links.device_memory import ends_between, link_in_words
 from penstock.links.link import Gradients
 from penstock.links.local import LocalLink
 from penstock.links.process_group import GroupEnd
@@ -68,6 +71,7 @@ from penstock.workers.ranks.ring import (
     update_batchnorms,
     used_by_several,
 )
+from penstock.workers.ranks.sharing import crossing
 from penstock.workers.ranks.stale import StaleCopy
 from penstock.workers.ranks.thread import RankThread
 from penstock.workers.saving import SaveOrder
@@ -157,6 +161,8 @@ class RankWorkers(Workers):
         self._group_ends: list[GroupEnd] = []
         self._groups: LinkGroups | None = None
         self._wires: list[Wire] = []
+        self._senders: list[Sender] = []
+        self._peers: dict[int, torch.device] = {}  # at the other ends, if values stay on devices
         self._writer: Thread | None = None
         self._ends: dict[int, LinkSink | LinkSource | LocalLink] = {}
         self._deferred = False
@@ -164,8 +170,10 @@ class RankWorkers(Workers):
         self._several: dict[bool, list[nn.Parameter]] = {}
         self._thread = RankThread(launch.device, threads, self._reset, self._record)
         self._backups = Backups()
+        pairs = _pairs(plan, order)
+        on_devices = crossing(pairs, launch.entries, launch.ranks)
         with self._ranks.operation("the building of links"):
-            self._ring = self._connect()
+            self._ring = self._connect(pairs, on_devices)
         self._ranks.timeout = timeout
         self._ranks.workers = [order.index(rank) for rank in range(len(order))]
         paths = self.all_gather("the boards", str(self.board.path or ""))
@@ -204,9 +212,18 @@ class RankWorkers(Workers):
 
     # -- links ----------------------------------------------------------------------------
 
-    def _connect(self) -> Ring | None:
-        """Have this rank's ends of all links; returns the ring of its place, with replicas."""
-        pairs = _pairs(self._plan, self._order)
+    def _connect(
+        self, pairs: Mapping[int, tuple[int, int]], on_devices: Collection[int]
+    ) -> Ring | None:
+        """Have this rank's ends of all connections.
+
+        Args:
+            pairs: the ranks at their ends, by number.
+            on_devices: the numbers of those whose values stay on devices.
+
+        Returns:
+            the ring of its place, with replicas.
+        """
         me, near = self._ranks.rank, self._launch.others.near
         mine = {k: pair for k, pair in pairs.items() if me in pair and pair[0] != pair[1]}
         others = {k: b if a == me else a for k, (a, b) in mine.items()}
@@ -217,7 +234,16 @@ class RankWorkers(Workers):
         groups = self._groups = LinkGroups(far, names, me)
         stages = len(self._plan.stages) - 1  # links between them
         first = self._replica * stages
-        self.links = tuple(_in_words(pairs[k], near, groups.backends.get(k)) for k in range(stages))
+        ways = {k: f"torch.distributed ({name})" for k, name in groups.backends.items()}
+        for k, pair in pairs.items():
+            one, other = (names[rank] for rank in pair)
+            if k in on_devices:
+                if me in pair:
+                    self._peers[k] = other if pair[0] == me else one
+                ways[k] = link_in_words(one, other)
+            elif pair[0] == pair[1]:
+                ways[k] = "by reference"
+        self.links = tuple(ways.get(k, "shared memory") for k in range(stages))
         for k in range(stages):
             a, b = pairs[first + k]
             if a == b == me:
@@ -233,7 +259,8 @@ class RankWorkers(Workers):
         back = ring + (self._replica - 1) % count * each
         onward, _ = self._end(there, True, wires[there], groups)
         _, come = self._end(back, False, wires[back], groups)
-        return Ring(self._replica, count, onward, come)
+        waits = self._device.type != "cpu" and not {there, back} <= {*on_devices}
+        return Ring(self._replica, count, onward, come, waits)
 
     def _end(self, k: int, is_first: bool, wire: Wire, groups: LinkGroups) -> tuple[Taker, Giver]:
         """This rank's end of a connection: what takes values to the other end, and gives them.
@@ -257,7 +284,9 @@ class RankWorkers(Workers):
             end = GroupEnd(wire, groups.peers[k], thread, self._device, wait, thread.left)
             self._group_ends.append(end)
             return end, end
-        return Sender(wire, thread, wait_for_room), Receiver(wire, thread, self._device, wait)
+        slots, arrivals = ends_between(self._device, self._peers.get(k))
+        self._senders.append(Sender(wire, thread, wait_for_room, slots=slots))
+        return self._senders[-1], Receiver(wire, thread, arrivals, wait)
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model.
@@ -423,8 +452,12 @@ class RankWorkers(Workers):
             timeout: seconds that it may wait for a neighbour.
             is_checked: whether replicas look whether they have the same weights.
         """
+        with self._exchange(number, timeout):
+            return self._run_part(order, number, is_checked)
+
+    def _run_part(self, order: Order, number: int, is_checked: bool) -> Outcome:
+        """See `_run`."""
         backward = order.what in ("train", "backward")
-        self._thread.begin(number, timeout)
         self._backups.begin(number, [self.ownership.backup(self._place, backward)])
         brings = order.weights_since in (-1, number)  # tied weights, with the first of them
         like = order.what, order.training, order.modes
@@ -553,11 +586,23 @@ class RankWorkers(Workers):
 
     def _share(self, owned: Sequence[nn.Parameter], number: int, timeout: float) -> Outcome:
         """Send new weights to the other replicas, and have theirs; in the thread."""
-        self._thread.begin(number, timeout)
         if self._ring is not None:
-            with self._exchanging():
+            with self._exchange(number, timeout), self._exchanging():
                 share_weights(self._ring, self._own_parameters(), owned)
         return Outcome()
+
+    @contextmanager
+    def _exchange(self, number: int, timeout: float) -> Iterator[None]:
+        """Around what the thread does: what follows comes after the copies of what it has sent.
+
+        Args:
+            number: of the operation that it belongs to.
+            timeout: seconds that it may wait for a neighbour.
+        """
+        self._thread.begin(number, timeout)
+        yield
+        for sender in self._senders:
+            sender.wait_for_copies()
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
@@ -654,11 +699,23 @@ class RankWorkers(Workers):
                 stack.callback(wire.close)
             stack.callback(self._launch.others.listener.close)
             stack.callback(self._copy.close)
+            stack.callback(self._let_go)
             stack.callback(self._thread.release)
             stack.callback(self._thread.close)
             stack.callback(self._ranks.close)
             if self._writer is not None:
                 self._writer.join()
+
+    def _let_go(self) -> None:
+        """Let go of memory of this rank's device that others have, and of theirs."""
+        if not self._peers:
+            return
+        self._ring = self._total = None
+        self._senders.clear()
+        self._ends.clear()
+        self._assemblies.clear()
+        gc.collect()
+        kind_of(self._device).release_shared()
 
 
 class _RankPart:
@@ -704,12 +761,6 @@ class _RankPart:
 
     def load(self, state: State) -> None:
         """It comes with the next step."""
-
-
-def _in_words(pair: tuple[int, int], near: Callable[[int, int], bool], backend: str | None) -> str:
-    if pair[0] == pair[1]:
-        return "by reference"
-    return "shared memory" if near(*pair) else f"torch.distributed ({backend})"
 
 
 def _pairs(plan: Plan, order: Sequence[int]) -> dict[int, tuple[int, int]]:

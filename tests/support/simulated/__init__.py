@@ -6,6 +6,7 @@
 | `tensors.py` | tensors whose operators are queued on streams |
 | `module.py` | `torch.sim`, as PyTorch has a module for every kind; `simulated` starts a machine |
 | `detector.py` | the same events for PyTorch's race detector |
+| `apart.py` | links as between processes, with both ends in this one |
 | `hosts.py` | the threads that give work, one at a time, in an order that is seeded too |
 
 Every operator runs twice. At once it runs in memory that no stream has anything to do with, as if

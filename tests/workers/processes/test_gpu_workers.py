@@ -88,6 +88,11 @@ def test_the_bits_are_those_of_threads(options: dict[str, Any]) -> None:
     assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(ours)
 
 
+def test_values_stay_on_the_gpu() -> None:
+    with pipeline(model().to(GPU)) as pipe:
+        assert pipe.links == ["shared memory (cuda)"]
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_settings_of_cuda_are_those_of_the_script(
     when: str, monkeypatch: pytest.MonkeyPatch
