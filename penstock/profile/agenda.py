@@ -22,7 +22,8 @@ class Agenda:
     1. The sizes of 1, 2, 4, ... micro-batches. The smallest is first, by which the time for others
        is estimated; then the one that gives every device one micro-batch, half of it, and so on,
        because a row takes less time in a larger micro-batch. Those that leave devices idle are
-       last.
+       last. The one for every device may take as much time again, once two sizes are measured: one
+       row lets expect too much of it, and every step would pay for a choice without it.
     2. Measured sizes that took longer than their neighbours suggest, a second time: something else
        may have been running meanwhile.
     3. Sizes that split the batch evenly and whose estimate is near the best.
@@ -46,7 +47,7 @@ class Agenda:
         long: float = float("inf"),
     ) -> None:
         self._batch_size, self._num_devices = batch_size, num_devices
-        self._left, self._long = seconds, long
+        self._left, self._more, self._long = seconds, seconds, long
         self._costs: dict[int, float] = {}
         self._tried: set[int] = set()
         self._again: set[int] = set()
@@ -102,6 +103,9 @@ class Agenda:
             return left[0]
         each = -(-self._batch_size // self._num_devices)
         promising = sorted(left, key=lambda rows: rows if rows > each else -rows)
+        best = min((n for n in self._basic if n >= each), default=0)
+        if best in left and len(self._costs) >= _FEWEST_SIZES and self._affordable(best, self._more):
+            return best
         affordable = filter(self._affordable, promising)
         return next(affordable, left[0] if left and len(self._costs) < _FEWEST_SIZES else None)
 
@@ -130,11 +134,12 @@ class Agenda:
         """Leave out a size, in rows, that the model does not take."""
         self._tried.add(rows)
 
-    def _affordable(self, rows: int) -> bool:
+    def _affordable(self, rows: int, more: float = 0.0) -> bool:
+        """Whether there is time for a size, with so many seconds more."""
         if self.is_brief(rows):
-            return _BRIEF * self._expected(rows) <= self._left
+            return _BRIEF * self._expected(rows) <= self._left + more
         nearest = min(self._prices, key=lambda known: abs(known - rows))
-        return self._prices[nearest] * rows / nearest <= self._left
+        return self._prices[nearest] * rows / nearest <= self._left + more
 
     def _expected(self, rows: int) -> float:
         """About how long its forward and backward take, going by the nearest measured size."""

@@ -79,6 +79,13 @@ def test_what_takes_less_than_one_row_promised_comes_into_reach() -> None:
     assert order[:3] == [1, 16, 32]
 
 
+def test_the_most_promising_may_take_as_much_time_again() -> None:
+    """By one row all 32 would take 360 of 100, so 4 come first; by these, 120 of what is left."""
+    asked = measured(32, lambda rows: 2.0 + rows / 4, devices=1, seconds=100.0)
+    assert asked[:3] == [1, 4, 32]
+    assert measured(32, lambda rows: 2.0 + rows / 4, devices=1, seconds=20.0) == [1, 2]
+
+
 def test_what_takes_long_is_measured_briefly_so_that_more_sizes_are() -> None:
     """Every call is timed at 1 row, in five times its cost: 5 of 50 seconds."""
     sizes = Agenda(32, 2, 50.0, None, long=3.0)
