@@ -28,13 +28,16 @@ from penstock.capture.norms import only_normalises
 from penstock.capture.one_replica import may_have_a_twin
 from penstock.capture.randomness import Key
 from penstock.capture.trees import versions
+from penstock.devices.layout import alike
 from penstock.engine.compiled import Compile, CompiledForward
 from penstock.engine.graphs import Graphs
 from penstock.engine.residents import Residents, States
 from penstock.engine.state import State, ValuesSaved, plain_attributes
 from penstock.errors import InputError
 from penstock.links.link import Gradients, Roots, Values, edges
-from penstock.torch_internals import without_subclass_functions
+from penstock.torch_internals import storage_uses, without_subclass_functions
+
+_ALONE = storage_uses(torch.empty(1))
 
 
 class MicroBatch(NamedTuple):
@@ -386,6 +389,38 @@ def run_backward(
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
     elif pairs and leaves:
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=leaves)
+
+
+def apart(gradients: Gradients) -> Gradients:
+    """Gradients that a backward leaves for later, so that nobody writes to them meanwhile.
+
+    Autograd may keep as `.grad` a view of a gradient that others get as well, as that of `p` in
+    `x + p.unsqueeze(0)`, and add to it in place later. So those are copied whose memory is used
+    elsewhere.
+
+    Args:
+        gradients: all that are left; `None` where there is none.
+    """
+    shared = {
+        id(gradient): gradient
+        for gradient in gradients
+        if gradient is not None
+        and gradient.layout is torch.strided
+        and storage_uses(gradient) > _ALONE
+    }
+    if not shared:
+        return gradients
+    bases = [g._base for g in shared.values() if g._base is not None]  # autograd keeps them
+    own = {id(tensor): tensor for tensor in (*shared.values(), *bases)}
+    among = Counter(tensor.untyped_storage().data_ptr() for tensor in own.values())
+    copies = {
+        key: alike(gradient, torch.clone, sparse=True)
+        for key, gradient in shared.items()
+        if storage_uses(gradient) - _ALONE >= among[gradient.untyped_storage().data_ptr()]
+    }
+    return [
+        None if gradient is None else copies.get(id(gradient), gradient) for gradient in gradients
+    ]
 
 
 class EntryNode:

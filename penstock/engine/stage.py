@@ -25,6 +25,7 @@ from penstock.engine.span import (
     Passed,
     Rerun,
     Span,
+    apart,
     enter,
     run_backward,
     run_span,
@@ -180,14 +181,20 @@ class Stage:
         while inner:
             passed = inner.pop()
             entry, roots = self._again(passed) if isinstance(passed, Rerun) else passed
-            self._backward_of(roots, gradients, entry)
+            self._backward_of(roots, apart(gradients), entry)
             gradients = entry.gradients
             del passed, roots
+        pending = self.deferral.take()
+        found = apart([*gradients, *(half.gradient for half in pending)])
+        handed_on, kept = found[: len(gradients)], found[len(gradients) :]
+        if pending:
+            pairs = zip(pending, kept, strict=True)
+            self.deferred[microbatch] = [
+                half._replace(gradient=own) for half, own in pairs if own is not None
+            ]
         before = self.record.enter(SENDING)
-        self.source.send_gradients(microbatch, gradients)
+        self.source.send_gradients(microbatch, handed_on)
         self.record.note(before)
-        if self.deferral.pending:
-            self.deferred[microbatch] = self.deferral.take()
 
     def _catch_up(self, microbatch: int) -> None:
         """Compute the weight halves of those before, if this one has taken another way.

@@ -13,6 +13,7 @@ from penstock.links.weights import Named
 
 _ROOM = 1.25  # a slot is this much larger than what it is made for
 _LEAST = 4000  # bytes; memory comes in pages, and small values differ most in how they are aligned
+_MOST_TARGETS = 64  # layouts of which a slot remembers where their tensors go
 PLAIN = "plain"
 """In a layout: a value that is in the message."""
 MOST_LAYOUTS = 1000
@@ -113,7 +114,7 @@ class Slot(Segment):
         targets = self._targets.get(number)
         if targets is None:
             targets = [self._target(p) if isinstance(p, TensorPlace) else None for p in layout]
-            if len(self._targets) >= MOST_LAYOUTS:
+            if len(self._targets) >= _MOST_TARGETS:
                 self._targets.clear()
             self._targets[number] = targets
         for target, value in zip(targets, values, strict=True):

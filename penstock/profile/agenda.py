@@ -103,8 +103,9 @@ class Agenda:
             return left[0]
         each = -(-self._batch_size // self._num_devices)
         promising = sorted(left, key=lambda rows: rows if rows > each else -rows)
-        best = min((n for n in self._basic if n >= each), default=0)
-        if best in left and len(self._costs) >= _FEWEST_SIZES and self._affordable(best, self._more):
+        best = min((rows for rows in self._basic if rows >= each), default=0)
+        is_known = best not in left or len(self._costs) < _FEWEST_SIZES
+        if not is_known and self._affordable(best, self._more):
             return best
         affordable = filter(self._affordable, promising)
         return next(affordable, left[0] if left and len(self._costs) < _FEWEST_SIZES else None)

@@ -40,7 +40,7 @@ def compare(name: str, devices: tuple[str, ...]) -> None:
         state, threads = pipe.state_dict(), pipe.threads_per_worker
         print(*pipe.links)
         if len(pipe.plan.stages) == 1:  # replicas, whose gradients travel during backwards
-            assert pipe._running._total.overlaps, "gradients go by way of the CPU"
+            assert pipe._running.workers._total.overlaps, "gradients go by way of the CPU"
     on_one = x.to(devices[0])
     oracle = one_device(twin, ps.capture(twin, (on_one,)), MICROBATCHES, (on_one,), {})
     wanted = run_with_threads(lambda: oracle.train_step(0, LOSS, y.to(devices[0])), threads)

@@ -72,6 +72,19 @@ class Images(nn.Module):
         return self.head(self.drop(x.flatten(1)))
 
 
+class Shared(nn.Module):
+    """The gradient of what enters the second stage has the memory of a parameter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.a, self.b = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.a * 2
+        return self.last(torch.tanh(self.first(x)) * (scale + self.b.view(6)))
+
+
 def _chain() -> nn.Module:
     return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())))
 
@@ -212,6 +225,8 @@ CASES: dict[str, Case] = {
     "replicas of stages on the same devices": Case(
         Skips, (4,), devices=("sim:0", "sim:1", "sim:0", "sim:1"), replicas=2, more=True
     ),
+    "gradients in the same memory": Case(Shared, (3,)),
+    "gradients in the same memory, apart": Case(Shared, (3,), apart=True),
     "apart": Case(_chain, (2, 5), devices=_THREE_DEVICES, more=True, apart=True),
     "apart, gpipe": Case(_chain, _TWO, schedule="gpipe", apart=True),
     "apart, zero-bubble": Case(_chain, _TWO, schedule="zero-bubble", apart=True),

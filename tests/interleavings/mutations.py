@@ -73,7 +73,7 @@ def _twins(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
 
 
 def _slots(*lines: tuple[str, str], cases: Sequence[str]) -> Mutation:
-    uses = [f"tests.support.simulated.apart.{name}" for name in ("DeviceSlots", "DeviceArrivals")]
+    uses = ["tests.support.simulated.apart.ends_between"]
     return Mutation("penstock.links.device_memory", lines, uses, cases)
 
 
@@ -245,5 +245,11 @@ MUTATIONS: dict[str, Mutation] = {
     "no wait before what was sent is written": _slots(
         ("self._kind.current_stream(self._device).wait_event(self._stream.record_event())", "pass"),
         cases=["tied, apart"],
+    ),
+    "gradients are handed on in the memory of others": Mutation(
+        "penstock.engine.span",
+        [("storage_uses(gradient) > _ALONE", "False")],
+        ["penstock.engine.stage.apart"],
+        ["gradients in the same memory, apart", "gradients in the same memory"],
     ),
 }

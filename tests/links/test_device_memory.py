@@ -12,6 +12,8 @@ from torch import nn
 from penstock.devices.kinds import kind_of
 from penstock.devices.streams import Copies
 from penstock.links.device_memory import DeviceSlots, can_cross, link_in_words
+from penstock.links.segment import TensorPlace, shift_of
+from penstock.links.slots import laid_out
 from tests.interleavings.running import one_core
 from tests.support.simulated.apart import End, across, connected, sharing
 from tests.support.simulated.machine import Machine
@@ -29,38 +31,60 @@ def alone() -> Iterator[None]:
         yield
 
 
-def odd() -> list[torch.Tensor]:
-    """Tensors of the CPU that are not simply contiguous."""
+def odd(device: torch.device) -> list[torch.Tensor]:
+    """Tensors that are not simply contiguous; the same every time."""
+    torch.manual_seed(0)
+    whole = [torch.randn(*size) for size in ((3, 4), (4, 3), (2, 3, 4, 5), (8, 8), (8, 24), (64,))]
+    plain, turned, image, wide, wider, line = (tensor.to(device) for tensor in whole)
     return [
-        torch.randn(3, 4),
-        torch.randn(4, 3).t(),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(8, 8)[:, 2:6],
-        torch.randn(8, 24)[:, 4:8],
-        torch.randn(64)[3:20],
-        torch.arange(5),
-        torch.tensor(True),
-        torch.empty(0, 3),
-        torch.randn(7).to(torch.bfloat16),
-        torch.tensor(2.0),
+        plain,
+        turned.t(),
+        image.permute(0, 2, 3, 1),
+        wide[:, 2:6],
+        wider[:, 4:8],
+        line[3:20],
+        line[5:9].view(4, 1).expand(4, 3),
+        torch.arange(5).to(device),
+        torch.tensor(True).to(device),
+        torch.empty(0, 3).to(device),
+        line[1:8].to(torch.bfloat16),
+        torch.tensor(2.0).to(device),
     ]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("devices", [(ONE, OTHER), (ONE, ONE)])
 def test_tensors_arrive_as_they_were(devices: tuple[torch.device, ...], seed: int) -> None:
-    wanted = odd()
+    wanted = odd(torch.device("cpu"))
     with simulated(seed=seed) as machine:
         ends = connected(*devices)
-        sent = [tensor.to(ONE) for tensor in wanted]
+        sent = odd(ONE)
         found = across(ends, *sent, None, "text")
         assert found[-2:] == (None, "text")
-        for there, here, like in zip(found, wanted, sent, strict=False):
+        for there, here in zip(found, wanted, strict=False):
             assert there.device == devices[1]
             assert torch.equal(there.cpu(), here)
             assert there.dtype == here.dtype
-            assert there.stride() == like.stride()
+            assert there.stride() == here.stride()
         assert "download" in {name for _, name in machine.order}  # by this test alone
+
+
+def test_tensors_begin_as_far_behind_an_alignment_as_on_their_device() -> None:
+    with simulated():
+        sent = odd(ONE)
+        layout, _ = laid_out(sent, alignment=DeviceSlots.alignment)
+        places = [place for place in layout if isinstance(place, TensorPlace)]
+        assert [p.offset % 256 for p in places] == [shift_of(tensor) for tensor in sent]
+        assert any(place.offset % 64 for place in places)
+
+
+def test_values_without_elements_need_no_memory() -> None:
+    with simulated():
+        ends = connected(ONE, OTHER)
+        (found,) = across(ends, torch.empty(0, 3, device=ONE))
+        assert found.shape == (0, 3)
+        assert found.device == OTHER
+        assert ends[0].sender._slots._slots == []
 
 
 def test_nothing_goes_by_way_of_the_cpu() -> None:

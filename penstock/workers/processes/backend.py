@@ -227,6 +227,7 @@ class _AtEnd:
         own.work_on(self.device)
         kind, grant, peer = self.end
         link = own.sink(grant, peer) if kind == "sink" else own.source(grant, peer)
+        own.links = {0: link}  # the other end may still use its memory when this one is done
         if not self.rounds:
             return overhead_here(0 if kind == "sink" else 1, link, self.device)
         if isinstance(link, LinkSink):

@@ -615,7 +615,8 @@ class RankWorkers(Workers):
 
     def forget(self, training: bool, number: int) -> None:
         """Let go of what stages hold of this batch."""
-        self._assemblies[training].forget(number)
+        if training in self._assemblies:  # not after `close`
+            self._assemblies[training].forget(number)
 
     def fetch_states(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
         """Values that stay with ranks, on all of them, which must ask for the same."""
@@ -711,6 +712,7 @@ class RankWorkers(Workers):
         if not self._peers:
             return
         self._ring = self._total = None
+        self._here = replace(self._here, total=None)
         self._senders.clear()
         self._ends.clear()
         self._assemblies.clear()

@@ -17,11 +17,11 @@ import torch
 from penstock.devices.accelerator import Accelerator
 from penstock.devices.kind import Event
 from penstock.links import local
-from penstock.links.device_memory import DeviceArrivals, DeviceSlots, can_cross
+from penstock.links.device_memory import can_cross, ends_between
 from penstock.links.link import Gradients, Roots, Values
 from penstock.links.shared_memory import LinkSink, LinkSource, Receiver, Sender
-from penstock.links.slots import Arrivals
 from penstock.links.wire import Wire
+from tests.support.simulated.machine import DeviceFault, Machine, Stream
 from tests.support.simulated.machine import Event as MachineEvent
 from tests.support.simulated.tensors import RUNNING, SimulatedTensor
 
@@ -45,7 +45,16 @@ def _taken(number: int) -> Any:
 
 
 class SharedEvent(MachineEvent):
-    """An event that is pickled as its name."""
+    """An event of a device that is pickled as its name."""
+
+    def __init__(self, machine: Machine, device: torch.device) -> None:
+        super().__init__(machine)
+        self._device = device
+
+    def record(self, stream: Stream) -> None:
+        if stream.device != self._device:
+            raise DeviceFault(f"an event of {self._device} on {stream}")
+        super().record(stream)
 
     def __reduce__(self) -> Any:
         return _Handle(self).__reduce__()
@@ -56,7 +65,7 @@ def _shared(self: Accelerator, tensor: torch.Tensor) -> Any:
 
 
 def _new_shared_event(self: Accelerator, device: torch.device) -> Event:
-    return SharedEvent(RUNNING.here)
+    return SharedEvent(RUNNING.here, device)
 
 
 @contextmanager
@@ -84,9 +93,8 @@ class End:
 
     def __init__(self, sock: socket.socket, device: torch.device, peer: torch.device) -> None:
         self.dispatch = 0
-        wire, on_device = Wire(sock), can_cross(device, peer)
-        slots = DeviceSlots(device) if on_device else None
-        arrivals = DeviceArrivals(peer, device) if on_device else Arrivals(device)
+        wire = Wire(sock)
+        slots, arrivals = ends_between(device, peer if can_cross(device, peer) else None)
         self.sender = Sender(wire, self, slots=slots)
         self.receiver = Receiver(wire, self, arrivals)
 

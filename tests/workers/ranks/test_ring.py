@@ -323,6 +323,13 @@ def test_nothing_goes_on_before_it_is_final(build: Build) -> None:
     assert set(first.log[:last]) == {"beginning"}
 
 
+def test_nothing_goes_on_where_sending_waits_for_the_device() -> None:
+    first = replicas(plain, batch(2), 2)[0]
+    first.total._ring.waits = True
+    first.run()
+    assert set(first.log) == {"beginning", "ended"}
+
+
 def test_what_several_stages_use_goes_on_in_the_end() -> None:
     first = replicas(plain, batch(2), 2)[0]
     begin = first.total.begin

@@ -86,6 +86,15 @@ def test_a_number_that_names_another_device_is_not_tried(devices: Sequence[str])
     assert found({0: (0, 1)}, entry("sim:0"), entry("sim:1", devices)) == (set(), 0)
 
 
+def test_one_device_with_another_name_is_enough() -> None:
+    """Of either end; and names have to be known."""
+    entries = entry("sim:0", ("one", "two")), entry("sim:1", ("other", "two"))
+    assert found({0: (0, 1)}, *entries) == (set(), 0)
+    assert found({0: (1, 0)}, *entries) == (set(), 0)
+    nameless = entry("sim:0", ("", "")), entry("sim:1", ("", ""))
+    assert found({0: (0, 1)}, *nameless) == (set(), 0)
+
+
 def test_a_rank_whose_driver_refuses_goes_by_way_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
