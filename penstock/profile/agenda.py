@@ -8,6 +8,7 @@ _MOST_DOUBLINGS = 6  # to 64 micro-batches
 _FEWEST_SIZES = 2
 _PROMISING = 1.1  # estimates up to this much longer than the best are worth measuring
 _WORTH_AGAIN = 1.3  # and measured ones up to this much longer, a second time
+_FASTER = 0.9  # of the best measured step: what a size has to promise to take more time
 _BRIEF = 2.2  # times that a forward and backward take, if only the whole program is timed
 _DOUBTFUL = 0.05  # sizes that take so much longer than the others promise as well
 
@@ -22,8 +23,8 @@ class Agenda:
     1. The sizes of 1, 2, 4, ... micro-batches. The smallest is first, by which the time for others
        is estimated; then the one that gives every device one micro-batch, half of it, and so on,
        because a row takes less time in a larger micro-batch. Those that leave devices idle are
-       last. The one for every device may take as much time again, once two sizes are measured: one
-       row lets expect too much of it, and every step would pay for a choice without it.
+       last. The one for every device may take twice as much time again, if those that were measured
+       let expect a step that is clearly faster: every step would pay for a choice without it.
     2. Measured sizes that took longer than their neighbours suggest, a second time: something else
        may have been running meanwhile.
     3. Sizes that split the batch evenly and whose estimate is near the best.
@@ -47,7 +48,7 @@ class Agenda:
         long: float = float("inf"),
     ) -> None:
         self._batch_size, self._num_devices = batch_size, num_devices
-        self._left, self._more, self._long = seconds, seconds, long
+        self._left, self._more, self._long = seconds, 2 * seconds, long
         self._costs: dict[int, float] = {}
         self._tried: set[int] = set()
         self._again: set[int] = set()
@@ -104,11 +105,17 @@ class Agenda:
         each = -(-self._batch_size // self._num_devices)
         promising = sorted(left, key=lambda rows: rows if rows > each else -rows)
         best = min((rows for rows in self._basic if rows >= each), default=0)
-        is_known = best not in left or len(self._costs) < _FEWEST_SIZES
-        if not is_known and self._affordable(best, self._more):
+        if best in left and self._is_faster(best) and self._affordable(best, self._more):
             return best
         affordable = filter(self._affordable, promising)
         return next(affordable, left[0] if left and len(self._costs) < _FEWEST_SIZES else None)
+
+    def _is_faster(self, rows: int) -> bool:
+        """Whether a size that was not measured is expected to be clearly faster than all others."""
+        if len(self._costs) < _FEWEST_SIZES:
+            return False
+        step = (self._batch_size / rows + self._num_devices - 1) * self._expected(rows)
+        return step < _FASTER * min(map(self._estimate, self._costs))
 
     def is_brief(self, rows: int) -> bool:
         """Whether only the whole program is timed at this size, because it takes so long."""
@@ -143,9 +150,16 @@ class Agenda:
         return self._prices[nearest] * rows / nearest <= self._left + more
 
     def _expected(self, rows: int) -> float:
-        """About how long its forward and backward take, going by the nearest measured size."""
+        """About how long its forward and backward take, going by the nearest measured size.
+
+        Beyond the largest it lies on the line through the last two, if that is less.
+        """
         nearest = min(self._costs, key=lambda known: abs(known - rows))
-        return self._costs[nearest] * rows / nearest
+        expected = self._costs[nearest] * rows / nearest
+        *_, below, above = (nearest, *sorted(self._costs))
+        if rows > above > below:
+            expected = min(expected, max(self._between(rows, below, above), self._costs[above]))
+        return expected
 
     def _estimate(self, rows: int) -> float:
         """In proportion to the step time of equal stages: (m + p - 1) micro-batches."""

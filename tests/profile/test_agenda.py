@@ -79,11 +79,23 @@ def test_what_takes_less_than_one_row_promised_comes_into_reach() -> None:
     assert order[:3] == [1, 16, 32]
 
 
-def test_the_most_promising_may_take_as_much_time_again() -> None:
+def test_what_promises_to_be_faster_may_take_twice_as_much_time_again() -> None:
     """By one row all 32 would take 360 of 100, so 4 come first; by these, 120 of what is left."""
     asked = measured(32, lambda rows: 2.0 + rows / 4, devices=1, seconds=100.0)
     assert asked[:3] == [1, 4, 32]
     assert measured(32, lambda rows: 2.0 + rows / 4, devices=1, seconds=20.0) == [1, 2]
+    alike = measured(32, lambda rows: rows / 4, devices=1, seconds=18.0)  # no row takes less
+    assert alike == [1, 8, 4]
+
+
+def test_what_larger_sizes_take_is_expected_by_the_last_two() -> None:
+    """4 rows take 1.9 times as long as one: 32 take 11.2 by that, not 15."""
+    sizes = Agenda(32, 1, 14.0, None, long=0.5)
+    order = []
+    while (rows := sizes.next()) is not None:
+        order.append(rows)
+        sizes.learn(rows, 0.7 + 0.3 * rows, (2.2 if sizes.is_brief(rows) else 5.0) * 0.5)
+    assert order[:3] == [1, 4, 32]
 
 
 def test_what_takes_long_is_measured_briefly_so_that_more_sizes_are() -> None:
