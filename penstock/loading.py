@@ -110,13 +110,20 @@ def parse_input(text: str) -> tuple[str | None, torch.Tensor]:
         the keyword, if there is one, and the tensor.
 
     Raises:
-        InputError: the text is none of these.
+        InputError: the text is none of these, or there can be no such tensor.
     """
     wanted = input_of(text)
     dtype: torch.dtype = getattr(torch, wanted.dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        return wanted.name, torch.randn(wanted.shape, dtype=dtype)
-    return wanted.name, torch.randint(wanted.below, wanted.shape, dtype=dtype)
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return wanted.name, torch.randn(wanted.shape, dtype=dtype)
+        return wanted.name, torch.randint(wanted.below, wanted.shape, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"{text!r}: torch cannot make this tensor ({str(error).splitlines()[0]}): give a shape "
+            f"for which there is memory, and a bound from 1 to one above what {wanted.dtype} can "
+            "hold"
+        ) from error
 
 
 def tolerates_missing_torchvision_operators() -> bool:

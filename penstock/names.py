@@ -7,6 +7,7 @@ import difflib
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,14 +66,15 @@ def input_of(text: str) -> Input:
     """
     match = _INPUT.match(text)
     dtype = (match["dtype"] or "float32") if match else ""
-    if not match or dtype not in _DTYPES:
-        raise InputError(
-            f"{text!r} is not an input: write a shape (8x3x224x224), a dtype with a shape "
-            "(float32[8,10]), an integer dtype with a bound (int64[8,512]<50257), each with "
-            "name= before it for a keyword argument"
-        )
-    sizes = match["plain"].split("x") if match["plain"] else match["inner"].split(",")
-    return Input(match["name"], dtype, tuple(map(int, sizes)), int(match["below"] or 2))
+    if match and dtype in _DTYPES:
+        sizes = match["plain"].split("x") if match["plain"] else match["inner"].split(",")
+        with suppress(ValueError):  # there is nothing between two commas, or far too many digits
+            return Input(match["name"], dtype, tuple(map(int, sizes)), int(match["below"] or 2))
+    raise InputError(
+        f"{text!r} is not an input: write a shape (8x3x224x224), a dtype with a shape "
+        "(float32[8,10]), an integer dtype with a bound (int64[8,512]<50257), each with "
+        "name= before it for a keyword argument"
+    )
 
 
 def target_of(text: str) -> Target:

@@ -105,8 +105,9 @@ class Pipeline:
             `"cpu"` is one worker with its share of the cores as intra-op threads. An integer n
             means the first n GPUs, or n CPU workers if there is no GPU. By default the devices of
             `plan`, if it is given; else all GPUs, if there are some; else as many CPU workers as
-            are predicted to be fastest, of 1, 2, 4, ... that share the cores of this process. Under
-            torchrun, one device for each rank, on that rank's machine; by default
+            are predicted to be fastest, of 1, 2, 4, ... that share the cores of this process. If
+            the plan takes one device alone (see `replicas`), a warning says that the others are not
+            used. Under torchrun, one device for each rank, on that rank's machine; by default
             `"cuda:LOCAL_RANK"` if CUDA is available, otherwise `"cpu"`.
         num_microbatches: the number of micro-batches of a batch, or `"auto"`. A batch with fewer
             rows is split into single rows.
@@ -119,9 +120,12 @@ class Pipeline:
             `"threads"` otherwise. It is an error if something else has started several ranks (a
             process group, mpirun, srun).
         plan: a plan, or the path of its file, to use instead of profiling and planning. Under
-            torchrun, rank 0 plans, or reads the plan, for all.
-        cuts: qualified names of modules; the model is cut before them. One fewer than devices of a
-            replica.
+            torchrun, rank 0 plans, or reads the plan, for all. `num_microbatches`, `schedule` and
+            `replicas` may not say otherwise; `cuts` and `tune` are errors. `recompute`,
+            `memory_limit` and `stages_per_worker` do not change it, and `boundary_dtype` takes the
+            place of its own.
+        cuts: qualified names of modules, or numbers of calls; the model is cut before them. One
+            fewer than devices of a replica, or than stages, if `schedule` has several per worker.
         recompute: which activations are recomputed in the backward instead of held: `"none"`,
             `"all"`, `"boundaries"`, `"auto"`, or names of modules; see `plan.request.Request`.
         memory_limit: bytes that every worker may hold, or a string such as `"8GiB"`. By default the
@@ -133,12 +137,13 @@ class Pipeline:
             gradients are rounded to it where they cross from stage to stage. This changes results.
         replicas: the number of replicas of all stages, which share the micro-batches of a batch;
             each runs on its part of the devices. Gradients are added in the order of micro-batches,
-            so the results do not depend on it. All devices of a process have to be of one
-            kind. `"auto"` takes the plan that is predicted to be fastest of all
-            kinds that fit the memory: stages, replicas, replicas of stages, or one of the devices
-            alone; under torchrun it means stages. If `schedule`, `cuts` or `stages_per_worker` are
-            given, there are stages; models whose forwards change more than BatchNorm's statistics
-            have one replica.
+            so the results do not depend on it, with the same `num_microbatches` and
+            `threads_per_worker`. All devices of a process have to be of one kind. `"auto"` takes
+            the plan that is predicted to be fastest of all kinds that fit the memory: stages,
+            replicas, replicas of stages, or one of the devices alone; on GPUs stages or one of the
+            devices, as replicas have to be asked for there; under torchrun stages. If `schedule`,
+            `cuts` or `stages_per_worker` are given, there are stages; models whose forwards change
+            more than BatchNorm's statistics have one replica.
         batch_dim: the dimension that counts the rows, see `penstock.capture`.
         dynamic: other dimensions that vary from batch to batch, see `penstock.capture`.
         keep_closed: names of modules that must stay whole, see `penstock.capture`.
@@ -149,13 +154,14 @@ class Pipeline:
             concatenated, even if rows depend on other rows or on their order. `"list"`: a list with
             one result per micro-batch. A function: what it returns for that list.
         program: a program that was captured from `model` before.
-        weights: the source of parameters on the `meta` device: a state dict, the path of a file
-            with one, or `SeededWeights(seed)`; see `penstock.empty_weights`.
-        timeout: seconds that a step may take. `None` means fifty times the predicted step, but at
-            least a minute, as first steps are slower; with `compile`, ten minutes. The only worker
-            on a CPU has no limit then, except in `map` and sessions, as the script's own thread
-            runs its steps and calls. Under torchrun this includes the wait for other ranks, and
-            `None` means at least ten minutes.
+        weights: the source of parameters on the `meta` device: a state dict; the path of a file
+            with one, of the index of several safetensors files, or of a folder with either; or
+            `SeededWeights(seed)`; see `penstock.empty_weights`.
+        timeout: seconds that a step may take; under torchrun with the wait for other ranks. `None`
+            means fifty times the predicted step, but at least a minute, as first steps are slower,
+            or ten minutes under torchrun. With `compile` it means ten minutes. Without, the only
+            worker on a CPU has no limit then, except in `map` and sessions, as the script's own
+            thread runs its steps and calls.
         threads_per_worker: intra-op threads of each CPU worker; the bits of results depend on their
             number. By default the worker's share of the cores, or 1 if `devices` is left out, steps
             are short, and one worker with one thread is the fastest. Give a number if the number of
@@ -165,11 +171,14 @@ class Pipeline:
         on_failure: what happens if a worker process, or an actor of a Ray cluster, ends by itself.
             `"raise"`: a `WorkerDied`, and the pipeline is closed. `"replace"`: another one takes
             its place. `"continue"`: the others go on without it, by another plan. In both cases the
-            interrupted work is done again, with the same bits; see docs/elastic.md.
+            interrupted work is done again, with the same bits; see docs/elastic.md. These two need
+            `workers="processes"` on CPUs, or Ray; with other workers they are errors.
         audit: when one micro-batch of a pass also runs through the model's own forward and backward
             on one device, to be compared bit for bit. `"auto"`: often in the first twenty passes,
             then for less than 0.5 % of the time. An integer n: before every n-th pass. `None`:
-            never. There is no audit under torchrun, as no rank has all weights.
+            never. There is no audit under torchrun and on Ray, if weights or workers are on several
+            devices (such as two GPUs), with `boundary_dtype` or `compile`, or if the forward writes
+            parameters; `pipe.audit.why_not` says so.
         metrics: the port where the state of the pipeline is served as OpenMetrics, at
             `http://127.0.0.1:PORT/metrics`, for Prometheus; 0 takes a free one, and `"HOST:PORT"`
             another interface. By default where the environment variable `PENSTOCK_METRICS` says, or
@@ -220,9 +229,11 @@ class Pipeline:
 
     Raises:
         DeviceError: a device does not exist.
-        InputError: the arguments do not fit together.
+        InputError: the arguments do not fit together, or not these workers, such as `on_failure`
+            with threads; or, with `cuda_graphs`, no stage can be recorded.
         PlanError: no plan satisfies the arguments, or the model cannot be cut as they require.
         CaptureError: the model's forward cannot be recorded.
+        WorkerError, WorkerTimeout: the workers could not be started.
     """
 
     def __init__(
@@ -513,6 +524,7 @@ class Pipeline:
             AuditError: the stages no longer compute what the model's own forward computes.
             WorkerError: a stage, the loss or the metrics failed; the original error is its cause.
                 Gradients and buffers are as before the step, and the pipeline can be used again.
+            WorkerTimeout: a worker did not answer within `timeout` of `Pipeline`.
             ClosedError: the pipeline is closed.
         """
         self._check_trains("train_step", torch.is_grad_enabled())
@@ -553,7 +565,7 @@ class Pipeline:
             the loss of all micro-batches, or a `penstock.StepResult`, as from `train_step`.
 
         Raises:
-            InputError, AuditError, WorkerError, ClosedError: as `train_step` does.
+            InputError, AuditError, WorkerError, WorkerTimeout, ClosedError: as `train_step` does.
         """
         self._check_trains("train_microbatches", torch.is_grad_enabled())
         self._between_steps()
@@ -591,7 +603,7 @@ class Pipeline:
             the same as `train_step`.
 
         Raises:
-            InputError, WorkerError, ClosedError: as `train_step` does.
+            InputError, AuditError, WorkerError, WorkerTimeout, ClosedError: as `train_step` does.
         """
         objective = Objective(target, loss_fn, weight, loss_kwargs, metrics, outputs)
         explained = explaining(self.model, args, kwargs, target)
@@ -611,6 +623,7 @@ class Pipeline:
                 micro-batches; or gradients are enabled, and the plan is for inference.
             AuditError: the stages no longer compute what the model's own forward computes.
             WorkerError: a stage failed; the original error is its cause.
+            WorkerTimeout: a worker did not answer within `timeout` of `Pipeline`.
             ClosedError: the pipeline is closed.
         """
         self._check_trains("a call with gradients enabled", torch.is_grad_enabled())
@@ -634,8 +647,8 @@ class Pipeline:
                 busy.
 
         Raises:
-            InputError, WorkerError, ClosedError: as a call does, after the results of earlier
-                batches.
+            InputError, WorkerError, WorkerTimeout, ClosedError: as a call does, after the results
+                of earlier batches.
         """
         return self._passes.map(batches, ahead)
 
@@ -715,6 +728,7 @@ class Pipeline:
         Raises:
             InputError: the model has no `generate`, or the arguments do not fit.
             WorkerError: a stage failed; the original error is its cause.
+            WorkerTimeout: a worker did not answer within `timeout` of `Pipeline`.
         """
         options = Options(group_size, rowwise, in_flight, stream, seed)
         threads = self._running.threads
@@ -728,7 +742,8 @@ class Pipeline:
         """Create an optimizer whose step runs on the workers that own the parameters.
 
         Args:
-            kind: a class of `torch.optim`.
+            kind: a class of `torch.optim`, or another subclass of `torch.optim.Optimizer` that
+                treats parameters one by one; see `penstock.training.optimizer`.
             params: parameters or parameter groups; by default all parameters of the model. The
                 `"params"` of a group may also be patterns of names, or a function of a name and a
                 parameter; see `penstock.training.parameter_groups`.
@@ -783,7 +798,7 @@ class Pipeline:
         the earlier one brought. Under torchrun it does what `state_dict` does, so all ranks have to
         call it.
         """
-        self._runner.between_passes(lambda: self._workers.state(self.model, self.model))
+        self._runner.between_passes(lambda: self._workers.fetch(self.model))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the parameters that have one, by their names.
@@ -898,11 +913,11 @@ class Pipeline:
 
         Args:
             hook: called with a dictionary of numbers: `"step"`, counted from 1; `"step_seconds"`
-                that its passes took, without the optimizer; `"predicted_seconds"`, by the plan,
-                for a batch of its size;
-                `"samples"`, the rows of its batch, and `"samples_per_second"` since the step
-                before; `"tokens"` and `"tokens_per_second"`, if an input has integers in two or
-                more dimensions; and `"loss"` of `train_step`, which waits for the device.
+                that its passes took, without the optimizer; `"predicted_seconds"`, the plan's
+                prediction for the batch size that it was made for; `"samples"`, the rows of its
+                batch, and `"samples_per_second"` since the step before; `"tokens"` and
+                `"tokens_per_second"`, if an input has integers in two or more dimensions; and
+                `"loss"` of `train_step`, which waits for the device.
 
         Returns:
             a handle; its `remove()` ends this.
@@ -1030,8 +1045,9 @@ class Pipeline:
             a handle, whose `remove()` ends it.
 
         Raises:
-            InputError: `every` is not a positive integer, `grace` is not a positive number, or the
-                plan is for inference.
+            InputError: `every` is not a positive integer, `grace` is not a positive number, the
+                plan is for inference, or one of the things is a loader with a state of its own,
+                which counts the current batch as done: give `penstock.Batches` of it.
         """
         self._check_trains("autosave()")
         autosave = Autosave(Path(path), every, things, self._runner.counts.completed)
@@ -1225,12 +1241,28 @@ def _training(method: str) -> tuple[PassKind, str]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, and every module back in its own mode afterwards."""
+    """Put the model in evaluation mode, and every module back in its own mode afterwards.
+
+    Modules that were in training mode with all that is in them are put back by their own `train`,
+    which may do more than set a flag. Of others just the flag is set.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    if any(training for _, training in modes):
-        model.eval()
     try:
-        yield
-    finally:
+        if any(training for _, training in modes):
+            model.eval()
+        try:
+            yield
+        finally:
+            _train(model, dict(modes))
+    finally:  # also if a module's own `train` has failed
         for module, training in modes:
             module.training = training
+
+
+def _train(module: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
+    """Put what was in training mode back there, but none that was not."""
+    if all(modes.get(each, True) for each in module.modules()):
+        module.train(True)  # an override may have no default
+        return
+    for child in module.children():
+        _train(child, modes)

@@ -157,11 +157,11 @@ class Started:
         """Whether it is a pass of a session, which can be given up without others."""
         return any(microbatch.states is not None for microbatch in self.order.microbatches)
 
-    def again(self, workers: Workers) -> AbstractContextManager[None]:
-        """While open, modes and buffers are as when the pass began, if it is run again."""
+    def again(self, workers: Workers, puts_back: bool) -> AbstractContextManager[None]:
+        """While open, a pass that was begun before is started as it was then, see `_Before`."""
         if self.before is None or not self.is_again:
             return nullcontext()
-        return self.before.again(workers)
+        return self.before.again(workers, puts_back)
 
 
 class _Before(NamedTuple):
@@ -194,8 +194,14 @@ class _Before(NamedTuple):
         return self._replace(versions=[_version(parameter) for parameter in self.parameters])
 
     @contextmanager
-    def again(self, workers: Workers) -> Iterator[None]:
-        """While open, the model is as it was."""
+    def again(self, workers: Workers, puts_back: bool) -> Iterator[None]:
+        """While open, passes that are started find the model as it was.
+
+        Args:
+            workers: who run them.
+            puts_back: whether buffers are afterwards as they are now, as the pass has already moved
+                them once, and comes to its end while this is open.
+        """
         modes = [
             (module, module.training)
             for module, was in zip(self.modules, self.modes, strict=True)
@@ -204,7 +210,7 @@ class _Before(NamedTuple):
         try:
             for module, training in modes:
                 module.training = not training
-            with workers.holding(self.buffers):
+            with workers.holding(self.buffers, puts_back):
                 yield
         finally:
             for module, training in modes:
@@ -368,7 +374,7 @@ class Runner:
     def draws_here(self) -> bool:
         """Whether forwards of the model in its mode of now draw from this process's generators."""
         ways = self._ways[self._program.model.training]
-        draws = [call.random for trace in ways.traces for call in trace.calls]
+        draws = [call.is_seeded for trace in ways.traces for call in trace.calls]
         return self.workers.role.calls_loss and any(draws)
 
     def ways(self, training: bool) -> Ways:
@@ -516,6 +522,8 @@ class Runner:
             for k, (sizes, way) in enumerate(zip(batch.sizes, taken, strict=True))
         ]
         modes = ambient()._replace(grad=what != "infer")
+        if not modes.casting and {ways[way].casts for way in taken} - {0} == {1}:
+            modes = modes._replace(cache=False)
         recorded = bool(self._recordings) or (batch.recorded and what != "infer")
         return Order(
             what=what,
@@ -689,7 +697,7 @@ class Runner:
         for started in unknown:
             if self._lost:
                 self._run_again(started.order.number)
-            with started.again(self.workers):
+            with started.again(self.workers, puts_back=False):
                 started.ticket = self.workers.start(started.order)
 
     def _introduce(self, order: Order) -> None:
@@ -707,7 +715,7 @@ class Runner:
             held.is_again = True
             order = held.order.changed(again=True, recorded=False)
             self._introduce(order)
-            with held.again(self.workers):
+            with held.again(self.workers, puts_back=True):
                 self.workers.start(order).finish()
             self._lost.discard(number)
 

@@ -65,6 +65,8 @@ from penstock.workers.redo import LostWork
 _DEATHS = 3
 """How often others take over for workers that have ended at the same work."""
 
+_WRITING = 20.0  # seconds for a save in the background, before workers that write it may leave
+
 _HOW_TO_GO_ON = (
     "The model has its weights and gradients, and optimizers have their state: build another "
     "Pipeline of the same model, and load optimizer.state_dict() and pipe.random_state() there"
@@ -431,10 +433,13 @@ class Running:
     def hand_over(self) -> None:
         """Let others take over for workers that leave, between two passes.
 
+        What they write of a checkpoint is written first.
+
         Raises:
             WorkerDied: one has died.
             InputError: something is lost that only those have who leave.
         """
+        self.saver.end_within(_WRITING)
         with self._closing_if_lost():
             left = self.workers.left()
         self.workers.bring()

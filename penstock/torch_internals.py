@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 # The same in all versions:
 # - operators, with all their overloads and of one: OpOverloadPacket, OpOverload
+# - the operator by which autocast casts: TO_COPY
 # - layers with running statistics, of any number of dimensions: BatchNorm, NormBase, InstanceNorm
 # - the leaves of containers of every registered type, DynamicCache among them: pytree
 # - what watches the operators that a call runs: TorchDispatchMode
@@ -69,6 +70,7 @@ __all__ = [
     "ASKED_BY_COMPILE",
     "CHECKPOINT_HOOK",
     "GLOBAL_HOOKS",
+    "TO_COPY",
     "BatchNorm",
     "FunctionMeta",
     "InstanceNorm",
@@ -120,6 +122,7 @@ GLOBAL_HOOKS = (
 )
 _APPLY = vars(torch._C._FunctionBase)["apply"]
 APPLY_IS_IN_C = vars(Function)["apply"] is _APPLY
+TO_COPY = torch.ops.aten._to_copy.default
 APPLY_OWNER = Function if APPLY_IS_IN_C else _SingleLevelFunction
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_

@@ -13,6 +13,7 @@ import torch
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
+from penstock.devices.settings import TorchSettings
 from tests.support import shares, tail
 from tests.support.boards import boards
 from tests.support.pool import pooled
@@ -101,6 +102,26 @@ def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """No test leaves torch set otherwise for those after it, which would find other bits."""
+    before = _settings()
+    yield
+    after = _settings()
+    if after != before:
+        before[0].apply()
+        torch.set_grad_enabled(before[1])
+        torch.backends.mha.set_fastpath_enabled(before[2])
+    assert after == before
+
+
+def _settings() -> tuple[TorchSettings, bool, bool]:
+    found = TorchSettings.here()
+    default = tuple("none" if name == "ieee" else name for name in found.precisions)
+    others = torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled()
+    return (found._replace(precisions=default), *others)
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,8 @@ class Kept:
     def happened(self, what: str) -> None:
         """Note an event, in words, after the latest step."""
         self._times.flush()
-        event = Happened(time.time(), self._steps, what)
+        words = what.encode(errors="backslashreplace").decode()  # a file's name may have surrogates
+        event = Happened(time.time(), self._steps, words)
         self._events.append(event)
         self._written.add(event)
 

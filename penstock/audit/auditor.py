@@ -117,7 +117,10 @@ class Auditor:
     def _never(self) -> str:
         """Why no pass of this pipeline can be audited, if none can."""
         if not self._runner.workers.role.has_all_weights:
-            return "no rank has all weights under torchrun, so none can run the whole model"
+            return (
+                "under torchrun and on Ray no process has the current weights of all stages, so "
+                "none can run the whole model"
+            )
         if self._runner.plan.boundary_dtype is not None:
             return f"what crosses a cut is rounded to {self._runner.plan.boundary_dtype}, by design"
         if self._runner.compile is not None:

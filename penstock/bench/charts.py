@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,12 @@ def save_sweep(contestants: Sequence[Contestant], path: Path, title: str) -> Non
     _finish(figure, axes, path, title)
 
 
-def save_counts(lines: Sequence[Line], path: Path, title: str) -> None:
-    """Time against the number of micro-batches, a line for each way, with its limit dashed.
+def save_counts(lines: Sequence[Line], limits: Mapping[int, float], path: Path, title: str) -> None:
+    """Time against the number of micro-batches, a line for each way, and their limit dashed.
 
     Args:
         lines: one for each way of training; the way that the others are compared with is first.
+        limits: seconds, by the number of micro-batches.
         path: of the PNG file.
         title: above the figure.
     """
@@ -91,8 +92,9 @@ def save_counts(lines: Sequence[Line], path: Path, title: str) -> None:
         spreads = [scale * c.deviation for c in line.contestants]
         style = {"color": colour, "capsize": 4, "label": line.way}
         axes.errorbar(line.counts, means, yerr=spreads, fmt="o-", ms=5, **style)
-        limits = [scale * limit for limit in line.limits]
-        axes.plot(line.counts, limits, "--", color=colour, lw=1, label="its limit, (m + 1) / 2m")
+    label = "limit: (m + 1) / 2m of one device"
+    bounds = [scale * limit for limit in limits.values()]
+    axes.plot(list(limits), bounds, "--", color="#57606a", lw=1, label=label)
     axes.set_xscale("log", base=2)
     counts = lines[0].counts
     axes.set_xticks(counts, [str(count) for count in counts])
@@ -100,7 +102,7 @@ def save_counts(lines: Sequence[Line], path: Path, title: str) -> None:
     axes.set_xlabel("micro-batches, m")
     axes.grid(axis="y", color="#e6e8ea")
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="upper right", ncols=len(lines))
+    axes.legend(frameon=False, loc="upper right", ncols=2)
     _finish(figure, axes, path, title)
 
 

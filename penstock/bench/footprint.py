@@ -134,13 +134,14 @@ def keep_memory(num_workers: int) -> str:
     """
     if not keep_freed_memory():
         return "the C library's own behaviour; it cannot be told to keep freed memory"
-    _limit_arenas(num_workers + 1)
+    limit_arenas(num_workers + 1)
     return (
         "this process keeps freed memory (mallopt), for all contestants alike, "
         f"in {num_workers + 1} arenas"
     )
 
 
-def _limit_arenas(count: int) -> None:
+def limit_arenas(count: int) -> None:
+    """Make the threads that this process starts from now on share so many arenas of glibc."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, count)

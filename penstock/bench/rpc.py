@@ -7,14 +7,14 @@ B2  the master sees one loss, calls one backward, and steps one optimizer whose 
 
 Penstock does both with `pipe(x)`, `loss.backward()` and `pipe.optimizer`, as a user writes them,
 and again with `train_step`. The tutorial's own way, written out with torch.distributed.rpc, takes
-turns with it.
+turns with it, and so does one device, whose time says what two could do at best.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,12 @@ import torch
 from torch import nn
 
 from penstock.bench.charts import save_counts
+from penstock.bench.peers.one_process import one_process
+from penstock.bench.peers.peer import Peer
 from penstock.bench.peers.rpc_pipeline import rpc_pipeline
 from penstock.bench.peers.workload import Workload
 from penstock.bench.record import machine
-from penstock.bench.rpc_report import PLAIN, STEPPED, TUTORIAL, RpcReport
+from penstock.bench.rpc_report import ALONE, PLAIN, STEPPED, TUTORIAL, WAYS, RpcReport
 from penstock.bench.subjects import images, resnet50, tutorial_cut
 from penstock.bench.turns import UNAUDITED, Contestant, Ticker, measure, timed, warm_up
 from penstock.capture import capture
@@ -36,6 +38,7 @@ from penstock.display.figures import require_matplotlib
 from penstock.display.terminal import Progress
 from penstock.pipeline import Pipeline
 from penstock.plan import plan
+from penstock.profile import Profile
 from penstock.profile.measure import profile
 
 _WORKERS = ("cpu", "cpu")
@@ -79,9 +82,9 @@ def run_rpc(
 ) -> RpcReport:
     """Run B1 and B2, draw them, and return what was measured.
 
-    All contestants take turns in one run. The tutorial's pipeline and every pipeline of Penstock
-    start from the same weights; contestants of one pipeline go on training the same model. Every
-    worker has one thread.
+    The contestants with the same number of micro-batches take turns, so that two pipelines at a
+    time hold memory. The tutorial's and every one of Penstock's start from the same weights;
+    contestants of one pipeline go on training the same model. Every worker has one thread.
 
     Args:
         settings: what to run.
@@ -97,19 +100,35 @@ def run_rpc(
         settings.output.mkdir(parents=True, exist_ok=True)
     progress, talk = progress or (lambda *_: None), talk or (lambda _: None)
     kept = keep_freed_memory()
-    with ExitStack() as stack:
-        contestants = [*_tutorial(settings, stack, progress), *_penstock(settings, stack, progress)]
-        one_round = settings.batches * sum(c.warm_up for c in contestants)
-        talk(
-            f"{len(contestants)} contestants, {settings.repeats} rounds: "
-            f"about {settings.repeats * one_round:.0f} s to go"
-        )
-        tick = Ticker(settings.repeats * len(contestants), progress)
-        measure(contestants, settings.repeats, settings.batches, tick)
+    contestants: list[Contestant] = []
+    most = _workload(settings, max(settings.counts))
+    with (
+        closing(rpc_pipeline(most, settings.stages())) as peer,
+        closing(one_process(most).start()) as device,
+    ):
+        costs = _profiled(settings, progress)
+        tick = Ticker(settings.repeats * (len(WAYS) + 1) * len(settings.counts), progress)
+        for count in settings.counts:
+            with ExitStack() as stack:
+                group = [
+                    _alone(device, count),
+                    _tutorial(peer, count),
+                    *_penstock(settings, costs, count, stack),
+                ]
+                warm_up(group, lambda name: progress(0, 1, f"warming up: {name}"))
+                if not contestants:
+                    one_round = settings.batches * sum(c.warm_up for c in group)
+                    seconds = len(settings.counts) * settings.repeats * one_round
+                    talk(
+                        f"{len(settings.counts)} numbers of micro-batches, {len(group)} contestants"
+                        f" each, {settings.repeats} rounds: about {seconds:.0f} s to go"
+                    )
+                measure(group, settings.repeats, settings.batches, tick)
+            contestants += group
     report = RpcReport(_described(settings, kept), machine(), contestants)
     if settings.output is not None:
         (settings.output / "rpc.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-        save_counts(report.lines, settings.output / "rpc.png", _title(settings))
+        save_counts(report.lines, report.limits, settings.output / "rpc.png", _title(settings))
     return report
 
 
@@ -138,55 +157,51 @@ def _workload(settings: RpcSettings, count: int) -> Workload:
     return Workload(settings.model, data, nn.functional.mse_loss, count, _RATE)
 
 
-def _tutorial(settings: RpcSettings, stack: ExitStack, progress: Progress) -> Iterator[Contestant]:
+def _alone(device: Peer, count: int) -> Contestant:
+    """One device, beside those that take so many micro-batches."""
+    facts: dict[str, Any] = {"way": ALONE, "num_microbatches": count}
+    return Contestant(f"{ALONE}, beside m={count}", device.step, facts)
+
+
+def _tutorial(peer: Peer, count: int) -> Contestant:
     """The tutorial's way: one master and two workers that take any number of micro-batches."""
-    peer = rpc_pipeline(_workload(settings, max(settings.counts)), settings.stages())
-    stack.callback(peer.close)
-    for count in settings.counts:
-        facts: dict[str, Any] = {"way": TUTORIAL, "num_microbatches": count}
+    facts: dict[str, Any] = {"way": TUTORIAL, "num_microbatches": count}
 
-        def step(count: int = count, facts: dict[str, Any] = facts) -> None:
-            peer.step(count)
-            facts.setdefault("first_loss", peer.loss)
+    def step() -> None:
+        peer.step(count)
+        facts.setdefault("first_loss", peer.loss)
 
-        yield _warm(Contestant(f"{TUTORIAL}, m={count}", timed(step), facts), progress)
+    return Contestant(f"{TUTORIAL}, m={count}", timed(step), facts)
 
 
-def _penstock(settings: RpcSettings, stack: ExitStack, progress: Progress) -> Iterator[Contestant]:
-    """Penstock with worker processes, one pair of them for each number of micro-batches."""
-    costs = None
-    for count in settings.counts:
-        workload = _workload(settings, count)
-        model = settings.model().train()
-        inputs, target = workload.data()
-        program = capture(model, (inputs,))
-        costs = costs or profile(program, devices=_WORKERS, progress=progress)
-        chosen = plan(costs, num_microbatches=count, replicas=1)
-        pipe = Pipeline(
-            model,
-            devices=_WORKERS,
-            program=program,
-            plan=chosen,
-            workers="processes",
-            audit=UNAUDITED,
-        )
-        stack.callback(pipe.close)
-        optimizer = pipe.optimizer(torch.optim.SGD, lr=_RATE)
-        for way in (PLAIN, STEPPED):
-            facts = {
-                "way": way,
-                "num_microbatches": count,
-                "schedule": chosen.schedule,
-                "cuts": [stage.first for stage in chosen.stages[1:]],
-            }
-            step = partial(_STEPS[way], pipe, optimizer, inputs, target, facts)
-            yield _warm(Contestant(f"{way}, m={count}", timed(step), facts), progress)
+def _profiled(settings: RpcSettings, progress: Progress) -> Profile:
+    """What the model costs on the workers, for all numbers of micro-batches."""
+    inputs, _ = _workload(settings, 1).data()
+    program = capture(settings.model().train(), (inputs,))
+    return profile(program, devices=_WORKERS, progress=progress)
 
 
-def _warm(contestant: Contestant, progress: Progress) -> Contestant:
-    """The contestant, after a step that does not count."""
-    warm_up([contestant], lambda name: progress(0, 1, f"warming up: {name}"))
-    return contestant
+def _penstock(
+    settings: RpcSettings, costs: Profile, count: int, stack: ExitStack
+) -> Iterator[Contestant]:
+    """Penstock with two worker processes, which `stack` closes."""
+    inputs, target = _workload(settings, count).data()
+    model = settings.model().train()
+    chosen = plan(costs, num_microbatches=count, replicas=1)
+    pipe = Pipeline(
+        model, (inputs,), devices=_WORKERS, plan=chosen, workers="processes", audit=UNAUDITED
+    )
+    stack.callback(pipe.close)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=_RATE)
+    for way in (PLAIN, STEPPED):
+        facts = {
+            "way": way,
+            "num_microbatches": count,
+            "schedule": chosen.schedule,
+            "cuts": [stage.first for stage in chosen.stages[1:]],
+        }
+        step = partial(_STEPS[way], pipe, optimizer, inputs, target, facts)
+        yield Contestant(f"{way}, m={count}", timed(step), facts)
 
 
 def _plain(

@@ -13,6 +13,7 @@ from penstock.units import show_seconds
 TUTORIAL = "RPC tutorial"
 PLAIN = "Penstock, plain style"
 STEPPED = "Penstock, train_step"
+ALONE = "one device"
 WAYS = (TUTORIAL, PLAIN, STEPPED)
 
 
@@ -33,15 +34,6 @@ class Line:
         """The number of micro-batches of every contestant."""
         return [c.facts["num_microbatches"] for c in self.contestants]
 
-    @property
-    def limits(self) -> list[float]:
-        """Lower bounds of the seconds of two stages: (m + 1) / 2m of the mean at m = 1.
-
-        They hold if a micro-batch takes its share of the batch's time, and the halves are equal.
-        """
-        whole = self.contestants[0].mean
-        return [whole * (m + 1) / (2 * m) for m in self.counts]
-
 
 @dataclass
 class RpcReport:
@@ -50,7 +42,8 @@ class RpcReport:
     Attributes:
         settings: what was run, as plain data.
         machine: the machine that it ran on.
-        contestants: all contestants; their facts have the `way` and `num_microbatches`.
+        contestants: all contestants; their facts have the `way` and `num_microbatches`. `ALONE` is
+            among them once for each number of micro-batches: beside the ways that take so many.
     """
 
     settings: dict[str, Any]
@@ -66,6 +59,21 @@ class RpcReport:
             if (own := [c for c in self.contestants if c.facts["way"] == way])
         ]
 
+    @property
+    def limits(self) -> dict[int, float]:
+        """For each number m of micro-batches a lower bound of the seconds of two equal stages.
+
+        It is (m + 1) / 2m of the median of one device in the same rounds. That one takes the most
+        micro-batches of all, which are the fastest to compute.
+        """
+        alone = [c for c in self.contestants if c.facts["way"] == ALONE]
+        medians = {int(c.facts["num_microbatches"]): c.median for c in alone}
+        return {m: median * (m + 1) / (2 * m) for m, median in sorted(medians.items())}
+
+    def share(self, contestant: Contestant) -> float:
+        """The limit as a share of the contestant's median: 1 if it takes no longer than that."""
+        return self.limits[contestant.facts["num_microbatches"]] / contestant.median
+
     def speed_up(self, contestant: Contestant) -> float:
         """Its speed-up over the tutorial's way in as many micro-batches, by their medians."""
         tutorial = self.lines[0]
@@ -73,28 +81,36 @@ class RpcReport:
         return tutorial.contestants[at].median / contestant.median
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data: a row for every contestant of every line."""
+        """The report as plain data: a row for every contestant of every line; and one device's."""
         rows = [
-            {**contestant.to_dict(), "limit": limit, "speed_up": self.speed_up(contestant)}
+            {
+                **contestant.to_dict(),
+                "limit": self.limits[contestant.facts["num_microbatches"]],
+                "share_of_limit": self.share(contestant),
+                "speed_up": self.speed_up(contestant),
+            }
             for line in self.lines
-            for contestant, limit in zip(line.contestants, line.limits, strict=True)
+            for contestant in line.contestants
         ]
-        return {"settings": self.settings, "machine": self.machine, "B1_B2": rows}
+        alone = [c.to_dict() for c in self.contestants if c.facts["way"] == ALONE]
+        more = {"settings": self.settings, "machine": self.machine}
+        return {**more, "one_device": alone, "B1_B2": rows}
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
         """All of it, in a table that is no wider than `width`."""
-        heading = ("B1, B2", "m", "mean", "std", "median", "limit", "speed-up")
+        heading = ("B1, B2", "m", "mean", "std", "median", "limit", "of it", "speed-up")
         rows = [row for line in self.lines for row in self._rows(line)]
         shown = {k: v for k, v in self.machine.items() if v}
         return "\n".join(
             [
                 *aligned([heading, *rows], width=width),
                 "",
-                "limit: (m + 1) / 2m of the same way's m = 1; speed-up: over the tutorial's way in "
-                "as many micro-batches, of medians",
+                "limit: (m + 1) / 2m of one device's median in the same rounds; of it: the limit "
+                "as a share of the median; speed-up: over the tutorial's way in as many "
+                "micro-batches, of medians",
                 ", ".join(f"{name} {value}" for name, value in shown.items()),
             ]
         )
@@ -105,8 +121,9 @@ class RpcReport:
                 line.way,
                 str(contestant.facts["num_microbatches"]),
                 *map(show_seconds, (contestant.mean, contestant.deviation, contestant.median)),
-                show_seconds(limit),
+                show_seconds(self.limits[contestant.facts["num_microbatches"]]),
+                f"{self.share(contestant):.0%}",
                 f"{self.speed_up(contestant):.2f}x",
             )
-            for contestant, limit in zip(line.contestants, line.limits, strict=True)
+            for contestant in line.contestants
         ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from ipaddress import ip_address
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.board.browsers import is_on_purpose
 from penstock.board.control import Answers, Known
 from penstock.board.runs import Run
 from penstock.board.served import ASKED, STATE, state_of
@@ -25,8 +25,6 @@ LOOPBACK = "127.0.0.1"
 
 METRICS = "/metrics"
 """The path of the metrics."""
-
-_OWN = ("none", "same-origin")  # `Sec-Fetch-Site` of requests that no other page has made
 
 FORBIDDEN = "forbidden"
 """A request that is refused, as a stranger's page may have had somebody's browser send it."""
@@ -157,28 +155,12 @@ def requested(received: bytes) -> str | None:
         fields[name] = f"{before},{value.strip()}" if before else value.strip()
     asked = path if method == "GET" else f"POST {path}"
     if asked in ASKED:
-        return asked if _is_asked_on_purpose(fields) else FORBIDDEN
+        return asked if is_on_purpose(fields) else FORBIDDEN
     if method == "POST":
         return ""
     if path not in ("/", METRICS):
         return path
     return OPEN_METRICS if OPEN_METRICS in fields.get("accept", "") else METRICS
-
-
-def _is_asked_on_purpose(fields: Mapping[str, str]) -> bool:
-    """Whether a request does not come from the page of a stranger in somebody's browser.
-
-    For such a page, a browser sends an `Origin` header, or `Sec-Fetch-Site` with a value such as
-    `cross-site`. If the page's own host name now leads here (DNS rebinding), the `Host` header has
-    that name, and not an address. `penstock top` always sends an address.
-    """
-    host = fields.get("host", "")
-    address = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    try:
-        ip_address(address)
-    except ValueError:
-        return False
-    return "origin" not in fields and fields.get("sec-fetch-site", "none") in _OWN
 
 
 class _Pages:

@@ -305,6 +305,11 @@ class Call:
         ambient: the modes it ran under; `None` if they are those the forward began with.
         random: whether it draws random numbers.
         draws_in_python: whether some of these come from numpy's or Python's own generators.
+        keeps_states: whether it asks for the state of a generator of torch, to set it again in its
+            backward, as a checkpoint does.
+        sets_states: whether it sets the state of a generator of torch itself, as `fork_rng` does.
+        casts: whether an autocast region of the model's own casts weights in it: 0 if none does, 1
+            if each is cast once in a region, 2 if the region uses a weight again.
         mutates: the values that it changes in place.
         hidden: the names of the tensors inside a closed module, and inside modules that are passed
             to it.
@@ -344,12 +349,20 @@ class Call:
     classes: tuple[type | None, ...] = field(default=(), compare=False, repr=False)
     same: Same | None = field(default=None, compare=False, repr=False)
     by_inputs: bool = field(default=False, compare=False, repr=False)
+    keeps_states: bool = field(default=False, compare=False, repr=False)
+    sets_states: bool = field(default=False, compare=False, repr=False)
+    casts: int = field(default=0, compare=False, repr=False)
     _reads: tuple[Value, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def is_module(self) -> bool:
         """Whether the call is one of a closed submodule."""
         return isinstance(self.target, str)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether it runs with seeded generators, and no other such call runs meanwhile."""
+        return self.random or self.sets_states
 
     @property
     def may_matter(self) -> bool:

@@ -231,6 +231,42 @@ def may_draw(kind: type, training: bool) -> bool:
     return any(map(_DRAWING.search, names)) and (training or "training" not in names)
 
 
+_GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def is_made_by_compile(function: object) -> bool:
+    """Whether a function is what torch.compile has made of another one."""
+    return isinstance(function, FunctionType) and "get_compiler_config" in vars(function)
+
+
+@lru_cache(_MOST_CODES)
+def calls_compiled(kind: type) -> bool:
+    """Whether the forward of a class of modules may call a function that is compiled.
+
+    Its code, or that of its methods or functions which it names, names one that torch.compile has
+    made, or `flex_attention`, which compiles itself.
+    """
+    looked_at = [inspect.getattr_static(kind, "forward", None)]
+    for found in looked_at:  # functions that it may call are appended meanwhile
+        if is_made_by_compile(found):
+            return True
+        function = inspect.unwrap(found) if isinstance(found, FunctionType) else None
+        if not isinstance(function, FunctionType) or not is_the_models(function.__globals__):
+            continue
+        codes = list(_codes(function.__code__))
+        if any("flex_attention" in code.co_names for code in codes):
+            return True
+        every = [instruction for code in codes for instruction in dis.get_instructions(code)]
+        named = {i.argval for i in every if i.opname in _GLOBALS}
+        attributes = {i.argval for i in every if i.opname in _ATTRIBUTES}
+        called = [function.__globals__.get(name) for name in named]
+        called += [inspect.getattr_static(kind, name, None) for name in attributes]
+        more = [getattr(one, "__func__", one) for one in called]
+        functions = dict.fromkeys(one for one in more if isinstance(one, FunctionType))
+        looked_at += [one for one in functions if one not in looked_at]
+    return False
+
+
 @lru_cache(_MOST_CODES)
 def asks_which(code: CodeType) -> bool:
     """Whether code may ask which object a tensor is: by `id`, say, or by `is` with a variable."""
@@ -245,3 +281,8 @@ def asks_which(code: CodeType) -> bool:
                 return True
         before = instruction
     return False
+
+
+def hooks_nodes(code: CodeType) -> bool:
+    """Whether code that reads `grad_fn` may hang hooks on nodes of autograd's graph."""
+    return not {"register_hook", "register_prehook"}.isdisjoint(code.co_names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -39,12 +39,14 @@ class Cuts:
         alike: for parameters and buffers that share the memory of others, one name for them all.
         apart: the inputs that do not enter at the beginning, but where they are first used, and
             the results that do not leave at the end.
+        remembering: the names of modules that change their attributes when they are called.
     """
 
     trace: Trace
     births: Mapping[Attribute, int] = field(default_factory=dict)
     alike: Mapping[str, str] = field(default_factory=dict)
     apart: KeptInStages = NOTHING
+    remembering: Collection[str] = ()
     _born: dict[Value, int] = field(init=False, default_factory=dict)
     _dies: dict[Value, int] = field(init=False, default_factory=dict)
 
@@ -252,9 +254,13 @@ class Cuts:
         return last
 
     def _shared(self) -> dict[str, tuple[int, int]]:
-        """For every plain object that forwards change, the first and last module call with it."""
+        """For all that forwards change but tensors, the first and last module call with it."""
         found = {}
-        for name, paths in self.trace.shared:
+        alone = (
+            (f"what {name or 'the model'} keeps in attributes", (name,))
+            for name in sorted(self.remembering)
+        )
+        for name, paths in (*self.trace.shared, *alone):
             inside = {owner for path in paths for owner in with_owners(path)}
             uses = [k for k, c in enumerate(self.trace.calls) if c.is_module and c.target in inside]
             if uses:

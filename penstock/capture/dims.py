@@ -341,6 +341,11 @@ def as_given(
 def _axes_of(
     leaf: torch.Tensor, number: int, dim: Dim, named: Mapping[int, str]
 ) -> Mapping[int, Axis]:
+    if leaf.is_nested:
+        raise InputError(
+            f"input {number} is a nested tensor, whose rows have sizes of their own. Pad it "
+            "(torch.nested.to_padded_tensor(x, 0.0)), and give a mask or the lengths as well"
+        )
     axes: dict[int, Axis] = {}
     rows, per = dim if isinstance(dim, tuple) else (dim, 1)
     for axis, name in [*([] if rows is None else [(rows, ROWS)]), *named.items()]:

@@ -124,7 +124,7 @@ def _names(call: Call) -> set[str]:
 
 
 def _is_plain(call: Call, model: nn.Module) -> bool:
-    if call.random or call.ambient is not None or call.mutates or call.result is not None:
+    if call.is_seeded or call.ambient is not None or call.mutates or call.result is not None:
         return False
     if len(call.outputs) != 1 or not isinstance(call.outputs[0], TensorInfo):
         return False

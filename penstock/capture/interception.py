@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.capture.applying import RECORDING, Applies, Noticing, bound_applies, stand_in
+from penstock.capture.casts import Casts
 from penstock.capture.closed_functions import ClosedFunctions
 from penstock.capture.reads import SETTINGS, NotedReads
 from penstock.errors import CaptureError
@@ -140,11 +141,13 @@ class Interceptor(Noticing, Protocol):
         functions: which plain functions are closed.
         reading: notes what the model's Python reads.
         patches: the patches that are in force.
+        casts: knows which weights the model's own autocast regions have cast.
     """
 
     functions: ClosedFunctions
     reading: NotedReads
     patches: list[Patch]
+    casts: Casts
 
     @property
     def is_outside(self) -> bool:
@@ -158,6 +161,9 @@ class Interceptor(Noticing, Protocol):
         kwargs: dict[str, Any],
     ) -> Any:
         """What `module(*args, **kwargs)` does; `call` is `nn.Module.__call__`."""
+
+    def note_state(self, sets: bool) -> None:
+        """Note that Python asks for the state of a generator of torch, or sets it."""
 
     def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
         """Raise if the Python that runs now may not apply a function where nobody sees it."""
@@ -290,7 +296,8 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
     Checkpoints in open modules keep their activations instead of recomputing them, as random calls
     would be seeded otherwise in the backward. Those in closed modules work as usual.
     """
-    grad_enabled = torch.is_grad_enabled
+    grad_enabled, clear_casts = torch.is_grad_enabled, torch.clear_autocast_cache
+    state, set_state = torch.get_rng_state, torch.set_rng_state
     checkpointing, hook_name = CHECKPOINT_HOOK
     hook = getattr(checkpointing, hook_name)
     reading = recorder.reading
@@ -308,6 +315,21 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
 
         return get
 
+    def clear_autocast_cache() -> None:
+        if RECORDING.recorder is recorder:
+            recorder.casts.clear()
+        clear_casts()
+
+    def get_rng_state() -> torch.Tensor:  # called by fork_rng and checkpoints on all devices
+        if RECORDING.recorder is recorder:
+            recorder.note_state(sets=False)
+        return state()
+
+    def set_rng_state(new: torch.Tensor) -> None:
+        if RECORDING.recorder is recorder:
+            recorder.note_state(sets=True)
+        set_state(new)
+
     def checkpoint_hook(frame: object) -> Any:
         return nullcontext() if recorder.is_outside else hook(frame)
 
@@ -316,4 +338,7 @@ def _of_torch(recorder: Interceptor) -> list[tuple[object, str, object]]:
         *((torch, name, setting(name)) for name in SETTINGS),
         *((torch.Tensor, name, noting) for name, noting in _GIVING.items()),
         (checkpointing, hook_name, checkpoint_hook),
+        (torch, "clear_autocast_cache", clear_autocast_cache),
+        (torch, "get_rng_state", get_rng_state),
+        (torch, "set_rng_state", set_rng_state),
     ]

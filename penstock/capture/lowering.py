@@ -132,7 +132,7 @@ class _Lowering:
         if half is not None:
             halved = (self._constant(half), self._callable(call.target), *args)
             node = self.graph.call_function(run_halved, halved, kwargs)
-        elif call.random or call.ambient is not None:
+        elif call.is_seeded or call.ambient is not None:
             node = self._guarded(call, args, kwargs)
         elif call.looks:
             recorded, expected = self._recorded(call)
@@ -153,7 +153,7 @@ class _Lowering:
     # -- calls ----------------------------------------------------------------------------
 
     def _guarded(self, call: Call, args: Any, kwargs: Any) -> fx.Node:
-        """A call that draws random numbers, or runs under modes of its own."""
+        """A call that is seeded, or runs under modes of its own."""
         function = self._callable(call.target)
         if call.looks:
             args = (*self._recorded(call), function, *args)
@@ -163,7 +163,7 @@ class _Lowering:
             drawn = (self._key, call.identity, function, *args)
             return self.graph.call_function(drawing, drawn, kwargs)
         ambient = self._constant(call.ambient)
-        if not call.random:
+        if not call.is_seeded:
             return self.graph.call_function(under, (ambient, function, *args), kwargs)
         guard = self._constant(under)
         guarded = (self._key, call.identity, guard, ambient, function, *args)
@@ -313,7 +313,8 @@ class _Lowering:
 def under(ambient: Ambient, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run `function` under the modes that the model's own code had set for it."""
     grad = ambient.grad and torch.is_grad_enabled()
-    with torch.set_grad_enabled(grad), ambient.autocasting():
+    cache = ambient.cache and torch.is_autocast_cache_enabled()
+    with torch.set_grad_enabled(grad), ambient._replace(cache=cache).autocasting():
         return function(*args, **kwargs)
 
 

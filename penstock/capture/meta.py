@@ -190,6 +190,9 @@ def _completed(call: Call, real: Call) -> Call:
         outputs=outputs,
         random=real.random,
         draws_in_python=real.draws_in_python,
+        keeps_states=real.keeps_states,
+        sets_states=real.sets_states,
+        casts=real.casts,
         mutates=real.mutates,
     )
 

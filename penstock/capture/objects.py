@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from penstock.capture.attributes import attributes_of_all
-from penstock.capture.places import INTERNAL, attributes_of, is_helper
+from penstock.capture.places import INTERNAL, attributes_of, is_filled, is_helper, slots_of
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Generators of random numbers that a module may have for itself."""
@@ -209,12 +209,13 @@ class _Held:
     def __init__(self, thing: Any) -> None:
         self.thing = thing
         self.own = attributes_of(thing)
-        self.slots = _slots(type(thing))
+        kind: Any = type(thing)
+        self.slots = slots_of(kind)
         self.before = self.now()
 
     def now(self) -> tuple[Any, ...]:
         """Pairs of a name and a value: of its attributes, and then of its slots."""
-        slots = ((s, s.__get__(self.thing)) for s in self.slots if _is_filled(s, self.thing))
+        slots = ((s, s.__get__(self.thing)) for s in self.slots if is_filled(s, self.thing))
         return *self.own.items(), *slots
 
     def items(self) -> list[Any]:
@@ -233,7 +234,7 @@ class _Held:
         """Let it hold the very values again that it held."""
         self.own.clear()
         for slot in self.slots:
-            if _is_filled(slot, self.thing):
+            if is_filled(slot, self.thing):
                 slot.__delete__(self.thing)
         for name, value in self.before:
             self.put(name, value)
@@ -388,21 +389,6 @@ def _parts(value: object) -> list[Any]:
         held = [cell.cell_contents for cell in cells if cell != types.CellType()]
         return [*held, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     return []
-
-
-def _slots(kind: type) -> list[Any]:
-    """The slots in which objects of a class in Python keep attributes."""
-    owners = (vars(owner) for owner in kind.__mro__ if "__slots__" in vars(owner))
-    members = (value for own in owners for value in own.values())
-    return [value for value in members if isinstance(value, types.MemberDescriptorType)]
-
-
-def _is_filled(slot: Any, thing: Any) -> bool:
-    try:
-        slot.__get__(thing)
-    except AttributeError:
-        return False
-    return True
 
 
 def _same_name(one: object, other: object) -> bool:

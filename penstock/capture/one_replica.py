@@ -38,7 +38,7 @@ def why_no_recomputing(program: Program) -> str:
     for name in program.train.changed:
         path, _ = owner_of(program.model, name)
         calls = [call for call in program.train.calls if call.target == path]
-        plain = all(call.ambient is None and not call.random for call in calls)
+        plain = all(call.ambient is None and not call.is_seeded for call in calls)
         if not (calls and plain and may_have_a_twin(modules[path])):
             return f"a forward changes {name!r}, which others may be using"
     return ""

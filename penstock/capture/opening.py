@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from penstock.torch_internals import GLOBAL_HOOKS
 
 # torch.nn's composites with fused kernels of their own: opened, they would compute otherwise.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+# Those that do not take their own kernels while any mode for torch functions is active.
+_FUSED_IN_PYTHON = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _TIED = (nn.Linear, nn.Embedding)  # opened before a recording, where they share a weight
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -97,7 +100,7 @@ class Opening:
             if isinstance(module, torch.jit.ScriptModule):
                 self.closed[path] = "it is compiled by torch.jit"
             elif is_compiled(module):
-                self.closed[path] = "it is compiled by torch.compile"
+                self.closed[path] = "it, or a function that it calls, is compiled by torch.compile"
                 self.saves = True  # it would be compiled anew
             elif _has_forward_hooks(module):
                 self.closed[path] = "it has forward hooks, which must run around it"
@@ -180,12 +183,31 @@ class Opening:
             for call in trace.calls
             if isinstance(call.target, str) and any(len(users[n]) > 1 for n in call.hidden)
         }
-        # Modules inside a closed one stay closed all the same; no cut comes between the calls that
-        # share a parameter with it.
-        able = (p for p in shared - self.forced if p not in self.closed)
+        # Modules inside a closed one stay closed all the same, and so do some of torch's; no cut
+        # comes between the calls that share a parameter with it.
+        able = (
+            p
+            for p in shared - self.forced
+            if p not in self.closed and not isinstance(self.modules[p], _FUSED_IN_PYTHON)
+        )
         new = {p for p in able if not self.is_open(p)}
         self.forced |= new
         return bool(new or wrong)
+
+
+def why_closed_for(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why a module cannot be open if it is called with these arguments; empty if it can.
+
+    An `nn.TransformerEncoder` that is given padding, and made for it, leaves the padded places out
+    in evaluation, but not while a mode for torch functions is active.
+    """
+    if not isinstance(module, nn.TransformerEncoder) or module.layers[0].training:
+        return ""
+    given = dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)) | dict(kwargs)
+    leaves_out = given.get("src_key_padding_mask") is not None and given.get("mask") is None
+    if not (leaves_out and getattr(module, "use_nested_tensor", False)):
+        return ""
+    return "it may leave out padding by a fast path of its own"
 
 
 def _wants_values(module: nn.Module) -> bool:
@@ -202,6 +224,13 @@ def check_example(model: object, args: object, kwargs: object, dynamic: object) 
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not an nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            f"the model is a {type(model).__name__}: torch.jit has compiled it, and does not show "
+            "what its forward calls. Give the module that it was made from; or "
+            "nn.Sequential(model), in which it is one call, so that several workers can only be "
+            "replicas"
+        )
     if not isinstance(args, (tuple, list)):
         raise InputError(
             f"args is a {type(args).__name__}, not the tuple of the model's positional arguments; "

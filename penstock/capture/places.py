@@ -7,7 +7,7 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +31,7 @@ _FUNCTIONS = (
 )
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "threading")
 _MOST_BYTES = 1 << 20  # of an array that is compared
+_MOST_KINDS = 4096
 
 
 class _Missing(Enum):
@@ -109,6 +110,29 @@ def attributes_of(obj: object) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+@lru_cache(_MOST_KINDS)
+def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """The slots in which objects of a class in Python keep attributes, those of its bases first."""
+    found: list[types.MemberDescriptorType] = []
+    for owner in reversed(kind.__mro__):
+        own = vars(owner)
+        members = [m for m in own.values() if isinstance(m, types.MemberDescriptorType)]
+        declared = own.get("__slots__")
+        if isinstance(declared, (tuple, list)):  # Python sorts them; their own order says more
+            members.sort(key=lambda m: declared.index(m.__name__) if m.__name__ in declared else -1)
+        found += members if declared is not None else []
+    return tuple(found)
+
+
+def is_filled(slot: types.MemberDescriptorType, obj: object) -> bool:
+    """Whether an object has a value in this slot."""
+    try:
+        slot.__get__(obj)
+    except AttributeError:
+        return False
+    return True
 
 
 def _of(obj: object, name: str) -> Mapping[str, Any]:

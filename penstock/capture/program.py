@@ -56,6 +56,8 @@ class StageProgram:
             stay with the stage.
         kept: the leaves of the program's result that the module returns after `outputs`, and that
             stay with the stage.
+        keeps_states: whether it makes calls that ask for states of generators, and may set them in
+            their backward.
     """
 
     module: fx.GraphModule
@@ -64,6 +66,7 @@ class StageProgram:
     overwritten: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    keeps_states: bool = False
 
 
 class Program:
@@ -144,9 +147,9 @@ class Program:
 
     @property
     def random(self) -> dict[int, bool]:
-        """The identities of random calls, and whether Python or numpy generators give some."""
+        """The identities of seeded calls, and whether Python or numpy generators give numbers."""
         calls = (call for trace in self.recordings.traces() for call in trace.calls)
-        return {call.identity: call.draws_in_python for call in calls if call.random}
+        return {call.identity: call.draws_in_python for call in calls if call.is_seeded}
 
     def trace(self, training: bool) -> Trace:
         """The trace that the example takes in this mode."""
@@ -240,7 +243,7 @@ class Program:
     @cached_property
     def cuts(self) -> Cuts:
         """Where the training program can be cut, and what crosses."""
-        return Cuts(self.train, alike=self._alike_in(self.train))
+        return Cuts(self.train, alike=self._alike_in(self.train), remembering=self.remembering)
 
     def _alike_in(self, trace: Trace) -> dict[str, str]:
         """For the names of all tensors the name of one that shares their memory.
@@ -326,7 +329,8 @@ class Program:
             module = lower(self.model, trace, calls, entering, leaving, device, deferral)
             own = tuple(ref.leaf for ref in taken), tuple(kept)
             overwritten = crossing.overwritten(start)
-            result.append(StageProgram(module, inputs, outputs, overwritten, *own))
+            keeps = bool(self.random) and any(trace.calls[k].keeps_states for k in calls)
+            result.append(StageProgram(module, inputs, outputs, overwritten, *own, keeps))
         return result
 
     def _home(self) -> torch.device | None:
@@ -351,7 +355,8 @@ class Program:
         """
         ours, theirs = ([(c.path, c.label) for c in t.calls] for t in (self.train, trace))
         blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
-        crossing = Cuts(trace, alike=self._alike_in(trace), apart=apart)
+        known = self._alike_in(trace), apart, self.remembering
+        crossing = Cuts(trace, {}, *known)
         mine, others = _uses(self.train), _uses(trace)
         hidden = {name for call in trace.calls for name in call.hidden}
         both = mine.keys() & others.keys()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import chain
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -196,33 +197,36 @@ class Draws:
 def draw(
     key: Key | None, call: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `function(*args, **kwargs)` with the generator seeded for this key and call.
+    """Run `function(*args, **kwargs)` with the generators seeded for this key and call.
+
+    These are that of the CPU, where a module on an accelerator may draw as well, and those of the
+    devices that the function, its tensors or its arguments are on.
 
     Without a key it draws from the generator as it stands, like plain PyTorch.
     """
     if key is None:
         return function(*args, **kwargs)
-    generator = _default_generator(_device_of((args, kwargs)))
-    with _GENERATOR_LOCK:
-        state = generator.get_state()
-        generator.manual_seed(key.for_call(call))
-        try:
-            return function(*args, **kwargs)
-        finally:
-            generator.set_state(state)
+    with _seeded(generators(_devices_of((function, args), kwargs)), key.for_call(call)):
+        return function(*args, **kwargs)
 
 
 @contextmanager
 def seeding(key: Key, call: int, device: torch.device) -> Iterator[None]:
-    """While open, the device's generator is seeded for this key and call."""
-    generator = _default_generator(device)
+    """While open, the generators of the device and of the CPU are seeded for this key and call."""
+    with _seeded(generators([device]), key.for_call(call)):
+        yield
+
+
+@contextmanager
+def _seeded(drawn_from: Sequence[torch.Generator], seed: int) -> Iterator[list[torch.Tensor]]:
+    """While open, these generators are seeded; yields their states then."""
     with _GENERATOR_LOCK:
-        state = generator.get_state()
-        generator.manual_seed(key.for_call(call))
+        states = [generator.get_state() for generator in drawn_from]
         try:
-            yield
+            yield [generator.manual_seed(seed).get_state() for generator in drawn_from]
         finally:
-            generator.set_state(state)
+            for generator, state in zip(drawn_from, states, strict=True):
+                generator.set_state(state)
 
 
 class Watched:
@@ -254,16 +258,14 @@ class Watched:
         """
         if self._draws is False:
             return self._function(*args, **kwargs)
-        generator = _default_generator(_device_of((args, kwargs)))
-        with _GENERATOR_LOCK:
-            state = generator.get_state()
-            start = generator.manual_seed(key.for_call(call)).get_state()
+        drawn_from = generators(_devices_of((self._function, args), kwargs))
+        with _seeded(drawn_from, key.for_call(call)) as start:
             try:
                 return self._function(*args, **kwargs)
             finally:
                 if self._draws is None:
-                    self._draws = not torch.equal(start, generator.get_state())
-                generator.set_state(state)
+                    now = (generator.get_state() for generator in drawn_from)
+                    self._draws = not all(map(torch.equal, start, now))
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
@@ -292,10 +294,16 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
                 generator.set_state(state)
 
 
-def _device_of(tree: object) -> torch.device:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            return leaf.device
-        if isinstance(leaf, torch.device):
-            return leaf
-    return torch.device("cpu")
+def _devices_of(args: object, kwargs: Mapping[str, Any]) -> set[torch.device]:
+    """The devices of tensors and modules among arguments, and those that they name."""
+    leaves = tree_leaves((args, kwargs))
+    found = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    found.update(leaf for leaf in leaves if isinstance(leaf, torch.device))
+    for module in [leaf for leaf in leaves if isinstance(leaf, nn.Module)]:
+        held = next(chain(module.parameters(), module.buffers()), None)
+        found |= set() if held is None else {held.device}
+    named = kwargs.get("device")
+    if isinstance(named, str | int) and not isinstance(named, bool):
+        with suppress(RuntimeError):  # something else of this name
+            found.add(torch.device(named))
+    return found

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -44,6 +44,7 @@ from penstock.capture.calls import (
     ambient,
     function_name,
 )
+from penstock.capture.casts import Casts
 from penstock.capture.closed_functions import (
     ClosedFunction,
     ClosedFunctions,
@@ -52,8 +53,9 @@ from penstock.capture.closed_functions import (
     why_not_given,
     why_nothing_made,
 )
-from penstock.capture.code import asks_which, codes_of, codes_running
+from penstock.capture.code import asks_which, codes_of, codes_running, hooks_nodes
 from penstock.capture.functions import Applied, Whole, why_not, why_not_made
+from penstock.capture.given import generators_given, not_passed_on
 from penstock.capture.interception import (
     CLOSING,
     GRADIENTS,
@@ -72,6 +74,7 @@ from penstock.capture.known import Known
 from penstock.capture.looking import apart, holds_still, same_as
 from penstock.capture.meta import Weightless, is_on_meta, reads_values
 from penstock.capture.numbers import Followed, Numeric, Where, plain, put
+from penstock.capture.opening import why_closed_for
 from penstock.capture.outside import UsedOutside, common_owner, leads_outside
 from penstock.capture.randomness import (
     Draws,
@@ -103,6 +106,7 @@ from penstock.capture.watching import (
     check_decision,
     compiled,
 )
+from penstock.devices.kinds import kind_of
 from penstock.torch_internals import (
     OpOverload,
     OpOverloadPacket,
@@ -163,7 +167,7 @@ def record(
             for name, tensor in named_tensors(model)
             if not isinstance(tensor, nn.Parameter)
         ]
-        with recorder, reading.active():
+        with generators_given(leaves, structure), recorder, reading.active():
             result = recorder.run(args, kwargs)
         if strict:
             attributes.check_unchanged()
@@ -220,15 +224,22 @@ class Recorder(TorchFunctionMode):
         self.paths = {id(module): name for name, module in model.named_modules()}
         self.compiled = compiled(model)
         self.weightless = Weightless(model) if is_on_meta(model) else None
-        self.generators = generators({p.device for p in model.parameters()})
+        devices = {p.device for p in model.parameters()}
+        self.generators = generators(devices)
+        kinds = (kind_of(device) for device in devices)
+        self._kind = next((kind for kind in kinds if kind.has_streams), None)
         self.patches: list[Patch] = []
         self.known = Known()
+        self._registered = {id(module): _registered(module) for module in model.modules()}
         self._mixed: dict[int, Origin] = {}  # what is written into storages
         self._outside: dict[str, bool] = {}  # whether closed modules lead to others
         self._open: list[str] = [""]
         self._inside = 0
         self._gave_values = False  # whether Python in a call got values
-        self._compares_objects: bool | None = None  # which object a tensor is, by the model's code
+        self._keeps_states = False  # whether it asked for the state of a generator of torch
+        self._sets_states = False  # whether it set that
+        self.casts = Casts()
+        self._by_code: dict[Callable[[CodeType], bool], bool] = {}  # what the model's code does
         self._arrays_of: FunctionType | None = None  # the closed function that gave the last
         self._refused: Unrecordable | None = None  # the first, which the model's Python may catch
         self._seen: Counter[str] = Counter()
@@ -288,19 +299,38 @@ class Recorder(TorchFunctionMode):
         with self.reading.paused():
             is_open = self.is_open(path)
         if is_open:
+            if why := why_closed_for(module, args, kwargs):
+                raise Unrecordable(path, why)
             self._open.append(path)
             try:
                 return call(module, *args, **kwargs)
             finally:
                 self._open.pop()
         with self.reading.paused():
+            self._check_registered(path, module)
             hidden = self._hidden(module, args, kwargs)
             self.reading.note_call(path, module)
             leads_outside = path not in self.compiled and self._leads_outside(path, module)
         if leads_outside:
             call = partial(self._inside_alone, path, call)
         function = self._undisturbed if path in self.compiled else self._without_mode
-        return self._record(path, partial(function, call, module), args, kwargs, hidden)
+        result = self._record(path, partial(function, call, module), args, kwargs, hidden)
+        with self.reading.paused():  # what it has replaced itself it replaces in the replay, too
+            self._registered |= {id(inner): _registered(inner) for inner in module.modules()}
+        return result
+
+    def _check_registered(self, path: str, module: nn.Module) -> None:
+        """Raise if Python has lent a closed module tensors, as functional_call does."""
+        for name, inner in module.named_modules(prefix=path):
+            own = self._registered.get(id(inner), {})
+            for key, tensor in _registered(inner).items():
+                if tensor is not own.get(key):
+                    what = f"{name}.{key}".removeprefix(".")
+                    raise Unrecordable(
+                        self._open[-1],
+                        f"its forward puts another tensor in the place of {what} for a call, as "
+                        "torch.func.functional_call does",
+                    )
 
     def _leads_outside(self, path: str, module: nn.Module) -> bool:
         if path not in self._outside:
@@ -458,6 +488,11 @@ class Recorder(TorchFunctionMode):
         """Note that Python gets values of a tensor indirectly, such as by `numpy()`."""
         self._gave_values = True
 
+    def note_state(self, sets: bool) -> None:
+        """Note that the Python of a call sets the state of a generator, or asks for it."""
+        self._keeps_states |= not sets
+        self._sets_states |= sets
+
     @_remembering
     def check_unseen_application(self, function: type[torch.autograd.Function]) -> None:
         """Raise if an open module applies a function by a name under which it is not replaced."""
@@ -510,6 +545,7 @@ class Recorder(TorchFunctionMode):
         if name in SIZES or name in PARTS:
             self._check_sizes(name, args, kwargs)
         if name in GRADIENTS:
+            self._check_hooks(name)
             self.reading.note_requires_grad(leaves)
             self._note_gradients(leaves)
         if name in LAYOUT or name == "storage_offset":
@@ -534,6 +570,12 @@ class Recorder(TorchFunctionMode):
             is_made = isinstance(info, TensorInfo) and info.origin is Origin.NOTHING
             if known is not None and not is_made:
                 raise Unrecordable(self._open[-1], f"its Python reads a tensor's values ({name}())")
+
+    def _check_hooks(self, name: str) -> None:
+        """Raise if Python that gets a node of autograd's graph may hang hooks on it."""
+        if name == "grad_fn" and self._may_run(hooks_nodes, sys._getframe(2)):
+            why = "its Python hangs hooks on nodes of autograd's graph (grad_fn.register_hook)"
+            raise Unrecordable(self._open[-1], why)
 
     def _check_layout(self, name: str, leaves: Sequence[Any]) -> None:
         """Note that Python asks how tensors lie in memory."""
@@ -588,7 +630,7 @@ class Recorder(TorchFunctionMode):
         self._inputs = leaves
         if self.weightless is not None:
             self.weightless.begin(leaves)
-        self._surroundings = Surroundings(self.generators, seeded=self.key is not None)
+        self._surroundings = Surroundings(self.generators, self._kind, seeded=self.key is not None)
         self.trace = Trace(
             inputs=tuple(
                 leaf.number
@@ -605,6 +647,8 @@ class Recorder(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         """Drop the inputs when the forward ends, as reference cycles keep the recorder alive."""
         super().__exit__(*raised)
+        if any(raised):
+            self._surroundings.put_settings_back()
         self._inputs = []
         if self.weightless is not None:
             self.weightless.begin(())
@@ -705,17 +749,19 @@ class Recorder(TorchFunctionMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         contents = [Contents(t) for t in tensors]
         known = None if self.weightless is None else self.weightless.known
-        watch = OperatorWatch(known)
         seed = None if self.key is None else self.key.for_call(call.identity)
         module = self.model.get_submodule(call.target) if isinstance(call.target, str) else None
+        casts = self._noted_casts(call, module)
+        watch = OperatorWatch(known, casts)
         is_watched = self.weightless or module is None or self._may_do_anything(module)
-        watches = watch if is_watched else nullcontext()
+        watches = watch if is_watched else OperatorWatch(casts=casts) if casts else nullcontext()
+        uncached = nullcontext() if casts is None else casts.watched()
         self._surroundings.check_draws(call.path)
-        self._gave_values = False
+        self._gave_values = self._keeps_states = self._sets_states = False
         has_python = call.is_module or isinstance(call.target, Whole)
         given = flatten((args, kwargs)) if has_python else ([], None)
         try:
-            with Draws(self.generators, seed) as draws, watches:
+            with Draws(self.generators, seed) as draws, uncached, watches:
                 if self.weightless is not None:
                     args = tuple(map(self._with_values, args)) if reads_values(call) else args
                     result = self.weightless.run(call, function, args, kwargs)
@@ -726,6 +772,8 @@ class Recorder(TorchFunctionMode):
         self._surroundings.check_began(draws, call.path)
         call.random = watch.draws if self.weightless else draws.happened
         call.draws_in_python = draws.in_python
+        call.keeps_states, call.sets_states = self._keeps_states, self._sets_states
+        call.casts = self.casts.found()
         if isinstance(call.target, str) and module is not None and not call.random:
             self.reading.note_switches(call.target, module)
         call.mutates = tuple(
@@ -743,6 +791,22 @@ class Recorder(TorchFunctionMode):
         if call.looks:
             result = self._as_its_own(call, args, kwargs, result)
         return result, sizing
+
+    def _noted_casts(self, call: Call, module: nn.Module | None) -> Casts | None:
+        """What notes the weights that autocast casts in a call; `None` if nothing needs to.
+
+        Under the script's own autocast all casts are kept for the whole forward. What is compiled
+        may cast a weight any number of times unseen.
+        """
+        if self._surroundings.casting:
+            return None
+        is_in_region = call.ambient is not None and bool(call.ambient.casting)
+        if module is not None and self._has_own_python(module):
+            if is_in_region:
+                self.casts.note_unseen()
+            return None
+        needs_none = module is not None and not self._may_do_anything(module) and not is_in_region
+        return None if needs_none else self.casts
 
     def _as_its_own(self, call: Call, args: Any, kwargs: Any, result: Any) -> Any:
         """The result of a call that looks at values, with tensors that are objects of their own.
@@ -765,9 +829,13 @@ class Recorder(TorchFunctionMode):
 
     def _asks_which(self, frame: FrameType) -> bool:
         """Whether the model's Python may ask which object a tensor is."""
-        if self._compares_objects is None:
-            self._compares_objects = any(map(asks_which, codes_of(self.model)))
-        return self._compares_objects or any(map(asks_which, codes_running(frame, _CALLERS[1])))
+        return self._may_run(asks_which, frame)
+
+    def _may_run(self, does: Callable[[CodeType], bool], frame: FrameType) -> bool:
+        """Whether code of the model, or what runs in this frame and its callers, does something."""
+        if does not in self._by_code:
+            self._by_code[does] = any(map(does, codes_of(self.model)))
+        return self._by_code[does] or any(map(does, codes_running(frame, _CALLERS[1])))
 
     def _has_own_python(self, module: nn.Module) -> bool:
         """Whether a module that is not watched may look at values nevertheless."""
@@ -825,6 +893,8 @@ class Recorder(TorchFunctionMode):
         known = self.known.get(leaf) if self._is_value(leaf) else None
         if isinstance(leaf, np.ndarray | np.generic) and _is_input(known):
             return GivenArray(leaf.copy())  # another array means other inputs
+        if isinstance(known, Ref) and _is_input(known) and not isinstance(leaf, torch.Tensor):
+            raise not_passed_on(leaf, known.leaf, self.trace.input_structure)
         if known is not None:
             if isinstance(known, Attribute) and known not in self.trace.attributes:
                 self.trace.attributes[known] = self._info(leaf, Origin.MODEL)
@@ -850,6 +920,12 @@ class Recorder(TorchFunctionMode):
         shape = tuple(tensor.shape)
         known = tensor.dtype, tensor.requires_grad, storage, origin, dynamic, tensor.layout
         return TensorInfo(shape, *known)
+
+
+def _registered(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own parameters and buffers; torch.jit makes new objects of them every time."""
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return {} if is_scripted else {**module._parameters, **module._buffers}
 
 
 def _is_input(value: Value | None) -> bool:

@@ -63,6 +63,12 @@ class _Seeding(Recorder):
     def _check_function(self, function: object, leaves: object) -> None:
         """Does nothing: outside of a recording any `autograd.Function` may be applied."""
 
+    def _check_registered(self, path: str, module: object) -> None:
+        """Does nothing: outside of a recording modules may be lent any tensors."""
+
+    def _check_hooks(self, name: str) -> None:
+        """Does nothing: outside of a recording hooks may be hung on anything."""
+
     def _check_given(self, function: object, args: object, kwargs: object) -> None:
         """Does nothing: outside of a recording any function may be given anything."""
 

@@ -36,13 +36,13 @@ from penstock.capture.calls import (
 from penstock.capture.dims import Varying
 from penstock.capture.distinct import with_distinct_rows
 from penstock.capture.trees import leaf_paths, leaves_of, tree_leaves
+from penstock.devices.settings import TF32, float32_rounding
 from penstock.torch_internals import BatchNorm
 
 Make = Callable[[], Callable[[Sequence[Any]], Any]]
 """Makes what runs a trace on the leaves of inputs, with the same random numbers every time."""
 
 MIXED = "its rows depend on the other rows of the batch, or on their place among them"
-_TF32 = 2.0**-10
 
 
 class _Made(IntFlag):
@@ -327,7 +327,7 @@ class _Comparison:
         is_known = bool(self.known) and self.is_given(rows, batch)
         with torch.no_grad():
             parts = [{k: found[k] for k in dims} for found in (results(0), results(1))]
-            bound = _bound(self.trace, any(x.is_cuda for x in parts[0].values()))
+            bound = _bound(self.trace, any(x.device.type != "cpu" for x in parts[0].values()))
             verdicts = dict.fromkeys(dims, True)
             for one, other in ((0, 1), (1, 0)):
                 whole = self.known if is_known and one < other else results(one, other)
@@ -344,7 +344,7 @@ class _Comparison:
             halves = [
                 {k: both[k].chunk(2, dim)[half] for k, dim in dims.items()} for half in (0, 1)
             ]
-            bound = _bound(self.trace, any(x.is_cuda for x in halves[0].values()))
+            bound = _bound(self.trace, any(x.device.type != "cpu" for x in halves[0].values()))
             verdicts = dict.fromkeys(dims, True)
             for half in (0, 1):
                 twice = results(half, half)
@@ -415,7 +415,7 @@ def _columns(values: torch.Tensor, dim: int) -> torch.Tensor:
     return rows if rows.element_size() >= 4 else rows.float()
 
 
-def _bound(trace: Trace, on_gpu: bool) -> float:
+def _bound(trace: Trace, is_accelerator: bool) -> float:
     """How far rounding may take results apart, as a share of the largest one.
 
     Half of the digits of the least precise type that is in use: batches of another size are
@@ -425,6 +425,8 @@ def _bound(trace: Trace, on_gpu: bool) -> float:
     dtypes = {i.dtype for i in infos if isinstance(i, TensorInfo) and i.dtype.is_floating_point}
     dtypes |= {dtype for _, dtype in ambient().casting}
     coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-    if on_gpu:  # float32 may be multiplied as TF32 there
-        coarsest = max(coarsest, _TF32)
+    if torch.float32 in dtypes:
+        coarsest = max(coarsest, float32_rounding())
+    if is_accelerator:  # where float32 may be multiplied as TF32, whatever torch says
+        coarsest = max(coarsest, TF32)
     return float(coarsest**0.5)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from penstock.capture.calls import Ref, Trace
+from penstock.capture.calls import INPUTS, Ref, Trace
 from penstock.capture.equality import same_constant
 from penstock.capture.interception import is_plain
 from penstock.capture.known import Known
@@ -71,7 +71,11 @@ class MadeHere:
         if isinstance(value, torch.Tensor) or is_plain(value):
             return False
         known, count = self._known.get(value), sum(leaf is value for leaf in leaves)
-        is_part = isinstance(known, Ref) and self._trace.calls[known.call].target != ""
+        is_part = (
+            isinstance(known, Ref)
+            and known.call != INPUTS
+            and self._trace.calls[known.call].target != ""
+        )
         return count == 1 and is_part and self._was_made(value)
 
     def _was_made(self, value: object) -> bool:

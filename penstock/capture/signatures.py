@@ -307,6 +307,8 @@ def _mismatch(
     leaf: torch.Tensor, expected: TensorInfo, axes: Mapping[int, Axis]
 ) -> tuple[str, int | None]:
     """How a tensor differs from what was captured, or an empty string; in which dimension."""
+    if leaf.is_nested:
+        return "is a nested tensor (torch.nested.to_padded_tensor(x, 0.0) pads it)", None
     if leaf.dtype != expected.dtype:
         return f"has dtype {leaf.dtype}", None
     if leaf.ndim != len(expected.shape):

@@ -395,6 +395,9 @@ class _Merge:
             outputs=outputs,
             random=random,
             draws_in_python=in_python,
+            keeps_states=any(call.keeps_states for call in calls),
+            sets_states=any(call.sets_states for call in calls),
+            casts=max(call.casts for call in calls),
         )
 
     def result(self, group: Sequence[Any], call: Call) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from penstock.capture.calls import Ambient, OutsideTorch, Unrecordable, ambient
 from penstock.capture.randomness import Draws, next_in_python, seed_python
+from penstock.devices.kind import DeviceKind
 from penstock.devices.settings import TorchSettings
 from penstock.torch_internals import saving
 
@@ -17,18 +18,28 @@ class Surroundings:
 
     Args:
         generators: torch's generators from which it may draw.
+        kind: the kind of the model's devices, whose settings count as well; `None` if it has only
+            CPUs.
         seeded: whether calls are given their own random numbers, so that Python must draw none
             between them.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator], seeded: bool) -> None:
-        self._ambient, self._settings, self._saving = ambient(), TorchSettings.here(), saving()
+    def __init__(
+        self, generators: Sequence[torch.Generator], kind: DeviceKind | None, seeded: bool
+    ) -> None:
+        self._kind = kind
+        self._ambient, self._settings, self._saving = ambient(), TorchSettings.here(kind), saving()
         self._states = [generator.get_state() for generator in generators]
         self._seeded = seeded
         if seeded:
             seed_python(0)
             self._unused = next_in_python()
             seed_python(0)
+
+    @property
+    def casting(self) -> bool:
+        """Whether the forward began under autocast."""
+        return bool(self._ambient.casting)
 
     def other_ambient(self) -> Ambient | None:
         """The modes of this thread, if they are not those with which the forward began."""
@@ -46,11 +57,16 @@ class Surroundings:
                 path,
                 "its Python hangs hooks on what is saved for the backward (saved_tensors_hooks)",
             )
-        if changed := self._settings.changed_in(TorchSettings.here()):
+        if changed := self._settings.changed_in(TorchSettings.here(self._kind)):
             raise Unrecordable(
                 path,
                 f"its Python changes a setting of torch for a part of it ({', '.join(changed)})",
             )
+
+    def put_settings_back(self) -> None:
+        """Put back what a forward that was broken off had changed, and did not in a `finally`."""
+        if self._settings != TorchSettings.here(self._kind):
+            self._settings.apply()
 
     def seed(self) -> None:
         """Seed Python's and numpy's generators anew, as a call may have drawn from them."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.capture.places import attributes_of, is_filled, slots_of
 from penstock.torch_internals import pytree
 
 
@@ -122,8 +123,8 @@ def _open(value: Any) -> _Level | None:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return list(value), _items(len(value)), _Rebuild(kind)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        slots = getattr(kind, "__slots__", ())
-        names = list(vars(value)) if hasattr(value, "__dict__") else list(slots)
+        slots = (slot.__name__ for slot in slots_of(kind) if is_filled(slot, value))
+        names = [*slots, *attributes_of(value)]
         children = [getattr(value, name) for name in names]
         return children, tuple(("attribute", n) for n in names), _Rebuild(kind, names)
     return None

@@ -10,10 +10,12 @@ from torch import nn
 
 from penstock.capture.attributes import REGISTRIES
 from penstock.capture.calls import Assigned, Call, Origin, Unrecordable
+from penstock.capture.casts import Casts
+from penstock.capture.code import calls_compiled, is_made_by_compile
 from penstock.capture.equality import same_tensor
 from penstock.capture.known_shapes import KnownShapes
 from penstock.capture.preserve import own_generators, same_state, state_of
-from penstock.torch_internals import PlainDispatchMode
+from penstock.torch_internals import TO_COPY, PlainDispatchMode
 
 _COPIED = 1 << 16  # bytes
 _PART = 1 << 16  # elements
@@ -39,6 +41,7 @@ class OperatorWatch(PlainDispatchMode):
 
     Args:
         known: runs the operators; `None` to run them as usual.
+        casts: notes weights that are cast; `None` if nobody wants to know.
 
     Attributes:
         looks: whether an operator looked at values to size its result, gave Python a value, or may
@@ -47,17 +50,20 @@ class OperatorWatch(PlainDispatchMode):
         draws: whether an operator may have drawn random numbers.
     """
 
-    def __init__(self, known: KnownShapes | None = None) -> None:
+    def __init__(self, known: KnownShapes | None = None, casts: Casts | None = None) -> None:
         super().__init__()
         self.looks = self.may_size = False
         self.draws = False
         self._known = known
+        self._casts = casts
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         known = self._known
+        if self._casts is not None and func is TO_COPY:
+            self._casts.note(args[0])
         self.looks |= func.namespace not in KNOWN_OPERATORS
         if str(func) in _SIZED_BY_VALUES:
             self.looks = self.may_size = True
@@ -161,8 +167,11 @@ def compiled(model: nn.Module) -> set[str]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has compiled it, around it or in place."""
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    """Whether torch.compile has compiled it, around it or in place, or functions that it calls."""
+    whole = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    held = any(map(is_made_by_compile, vars(module).values()))
+    kind: Any = type(module)
+    return whole or held or calls_compiled(kind)
 
 
 def with_owners(path: str) -> Iterator[str]:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset, Sampler
 
 from penstock.cadence import wait_until
 from penstock.checkpoint.batches import Batches
 from penstock.checkpoint.checkpoint import Checkpoint, Restorable, load
+from penstock.checkpoint.saver import Save
 from penstock.checkpoint.sigterm import Sigterm
 from penstock.errors import CheckpointError, InputError
 from penstock.storage.folder import INDEX
 from penstock.workers.backend import Workers
+from penstock.workers.saving import TIMEOUT
 
 _Save = Callable[..., object]
 _IsAmidStep = Callable[[Sequence[Optimizer]], bool]
@@ -38,7 +42,8 @@ class Autosave:
         trained: passes that have trained so far.
 
     Raises:
-        InputError: `every` is no number of steps.
+        InputError: `every` is no number of steps, or one of the things is a loader with a state of
+            its own.
     """
 
     def __init__(
@@ -49,12 +54,14 @@ class Autosave:
                 f"every={every!r} must be a positive integer: the number of steps between two saves"
             )
         self._folder, self._every, self._things = folder, every, things
+        _check_loaders(things)
         self._batches = {n: thing for n, thing in things.items() if isinstance(thing, Batches)}
         self._generators = {n: t for n, t in things.items() if isinstance(t, torch.Generator)}
         for batches in self._batches.values():
             batches.watch(self._generators.values())
         self._positions = self._now()
         self._last = trained
+        self._save: object = None  # the latest
         self._sigterm: Sigterm | None = None
         self._is_on = True
         self._is_said = False  # that nothing is saved
@@ -89,6 +96,7 @@ class Autosave:
     ) -> None:
         """Save if it is time, unless something is half done that a checkpoint does not have.
 
+        It is time at once if the save before was lost with a worker for which others took over.
         If a position of `Batches` is saved, a restored run repeats the batch that was taken last.
         So the run is saved only before the first pass on a batch: before a later pass, an earlier
         one has used it already. All processes that run the script make the same decision, from
@@ -108,7 +116,8 @@ class Autosave:
         before, self._positions = self._positions, self._now()
         is_first = not self._batches or before != self._positions
         stops = workers.is_stopping and self._sigterm is not None
-        is_time = trained // self._every != self._last // self._every
+        is_lost = isinstance(self._save, Save) and self._save.lost
+        is_time = trained // self._every != self._last // self._every or is_lost
         if not self._is_on or not (is_time or stops):
             return
         optimizers = [thing for thing in self._things.values() if isinstance(thing, Optimizer)]
@@ -120,10 +129,11 @@ class Autosave:
         if stops and self._sigterm is not None:
             self._sigterm.leave()
         undone = {**self._things, **{n: batches.undone for n, batches in self._batches.items()}}
-        for batches in self._batches.values():
-            undone |= zip(self._generators, batches.watched_before(), strict=False)
+        if self._batches:  # of several, the innermost has taken its batch last
+            latest = max(self._batches.values(), key=lambda batches: batches.in_hand)
+            undone |= zip(self._generators, latest.watched_before(), strict=False)
         try:
-            save(self._folder, background=not stops, **undone)
+            self._save = save(self._folder, background=not stops, **undone)
         except CheckpointError as error:
             if not stops:
                 raise
@@ -156,6 +166,36 @@ class Autosave:
         raise SystemExit(0)
 
 
+def _check_loaders(things: Mapping[str, Any]) -> None:
+    """Raise if a loader's own state is among these; that of a sampler may be, beside `Batches`.
+
+    Raises:
+        InputError: it is.
+    """
+    has_batches = any(isinstance(thing, Batches) for thing in things.values())
+    for name, thing in things.items():
+        is_sampler = isinstance(thing, Sampler)
+        if _is_loader(thing) and not (is_sampler and has_batches):
+            of = "ps.Batches(...) of the loader" if is_sampler else f"{name}=ps.Batches(...) of it"
+            raise InputError(
+                f"{name}= is a {type(thing).__name__}, whose state says that the batch in hand is "
+                f"done, and autosave saves before that is trained: give {of} and iterate these, "
+                "or call pipe.save after steps"
+            )
+
+
+def _is_loader(thing: object) -> bool:
+    """Whether a thing gives batches, or numbers of rows, and has a state of its own.
+
+    A loader has no items by number, as a list has, unless it is a dataset that is iterated itself.
+    """
+    if not isinstance(thing, Iterable) or not hasattr(thing, "state_dict"):
+        return False
+    is_list = isinstance(thing, Sized) and hasattr(thing, "__getitem__")
+    is_known = isinstance(thing, (Batches, nn.Module, Mapping))
+    return not is_known and (not is_list or isinstance(thing, IterableDataset))
+
+
 def resume(
     folder: str | os.PathLike[str], target: Restorable, /, **things: Any
 ) -> dict[str, Any] | None:
@@ -183,7 +223,7 @@ def resume(
     why: CheckpointError | None = None
     for path in _found(Path(folder), workers):
         try:
-            with nullcontext() if workers is None else workers.operation("resume"):
+            with nullcontext() if workers is None else workers.operation("resume", TIMEOUT):
                 found: dict[str, Any] = load(path).restore(target, **things)
         except CheckpointError as error:
             warnings.warn(f"{error}. An older one is looked for", stacklevel=2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from penstock.torch_internals import will_start_workers
 
 T = TypeVar("T")
 
+_TAKEN = count(1)  # batches of all loaders
 _HOLDERS = ("sampler", "batch_sampler", "dataset")  # of a loader, which may have a generator
 
 
@@ -42,7 +44,7 @@ class Batches(Generic[T]):
     on in the midst of an epoch, the loader begins the epoch again with the random numbers that it
     had, so that a shuffled order is the same, and the batches that are done are left out. They are
     loaded for that, so what takes long to load needs a loader that can start anywhere, such as
-    torchdata's `StatefulDataLoader`, which can be saved and restored without this class.
+    torchdata's `StatefulDataLoader`, which `Pipeline.save` can save without this class.
 
     What workers of the loader draw is seeded anew in every epoch, unless they stay
     (`persistent_workers=True`): then their random numbers are other ones after a restart. If a loop
@@ -77,15 +79,22 @@ class Batches(Generic[T]):
         self._begun: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None
         self._resumed = _Position()
+        self._own: Sequence[torch.Tensor] | None = None  # the loader's generators, when resumed
         self._watched: list[torch.Generator] = []
+        self._number = 0
 
     def watch(self, generators: Iterable[torch.Generator]) -> None:
         """Note where these are before each batch is taken: what is drawn for it is drawn again."""
         self._watched = list(generators)
 
+    @property
+    def in_hand(self) -> int:
+        """The number of the last batch among those of all `Batches`; 0 if it is not in hand."""
+        return self._number if self.batch and self._before is not None else 0
+
     def watched_before(self) -> list[torch.Generator]:
         """Generators with the states that the watched ones had before the last batch was taken."""
-        if not self.batch or self._before is None:
+        if not self.in_hand or self._before is None:
             return self._watched
         found = [torch.Generator(generator.device) for generator in self._watched]
         for generator, state in zip(found, self._before["watched"], strict=True):
@@ -116,6 +125,7 @@ class Batches(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """The batches of an epoch that are left; it is over when no more are taken."""
         position, now = self._resumed, self._generators()
+        own = now["own"] if self._own is None else self._own
         if position.begun is None:
             self._begun, self.batch = now, 0
             iterator = iter(self.loader)
@@ -126,15 +136,17 @@ class Batches(Generic[T]):
                 self._use(position.begun)
                 iterator = iter(self.loader)
                 self._leave_out(iterator, position.batch)
-                self._use(position.then or now)
+                self._use(position.then or {**now, "own": own})
             except BaseException:  # the position is still that of the checkpoint
                 self._use(now)
                 raise
             self._begun, self.batch = position.begun, position.batch
             self._resumed = _Position()
+        self._own = None
         try:
             while True:
                 self._before = {**self._generators(), "watched": self._states_of_watched()}
+                self._number = next(_TAKEN)
                 try:
                     found = next(iterator)
                 except StopIteration:
@@ -152,6 +164,10 @@ class Batches(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position of `state_dict` with the next `for`."""
         self.epoch, self._resumed = state["epoch"], _Position(*state["position"])
+        self._own = state.get("own")  # earlier versions did not save it
+        if self._resumed.begun is None:  # else the epoch is begun again first
+            self._use_own(self._own or ())
+            self._own = None
         self.batch = self._resumed.batch
 
     @property
@@ -160,7 +176,8 @@ class Batches(Generic[T]):
         return Undone(self)
 
     def _state(self, position: _Position) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": list(position)}
+        own = self._generators()["own"] if self._own is None else self._own
+        return {"epoch": self.epoch, "position": list(position), "own": list(own)}
 
     def _leave_out(self, iterator: Iterator[T], count: int) -> None:
         """Take so many batches that are done.
@@ -188,7 +205,11 @@ class Batches(Generic[T]):
     def _use(self, states: Mapping[str, Any]) -> None:
         """Put these generators where they were."""
         use_generators(states["process"])
-        for generator, state in zip(self._own_generators(), states["own"], strict=False):
+        self._use_own(states["own"])
+
+    def _use_own(self, states: Iterable[torch.Tensor]) -> None:
+        """Put the generators of the loader where they were."""
+        for generator, state in zip(self._own_generators(), states, strict=False):
             generator.set_state(state)
 
     def _own_generators(self) -> list[torch.Generator]:

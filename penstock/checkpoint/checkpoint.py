@@ -30,9 +30,11 @@ from penstock.files import is_inside
 from penstock.plan import Plan
 from penstock.runner import Runner
 from penstock.storage.folder import INDEX, Index, checked, is_begun, read_index
-from penstock.storage.part import error_in_short
+from penstock.storage.part import error_in_short, versions_of, with_versions
+from penstock.workers.saving import TIMEOUT
 
 _MANY = 5  # differences that a message lists
+_EXTRA_STATE = "_extra_state"  # ends the name of what a module's get_extra_state() returns
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
@@ -139,10 +141,11 @@ class Checkpoint:
                 f"the checkpoint {self.path} is incomplete: no file has {missing!r}. Use another "
                 "checkpoint"
             )
-        return {
+        state = {
             name: extras[name] if name in extras else tensors[tied.get(name, name)]
             for name in self._model["names"]
         }
+        return with_versions(state, self._model.get("metadata"))
 
     def optimizer_state(self, name: str = "optimizer") -> dict[str, Any]:
         """A state dict for a plain optimizer with the same groups and order of parameters.
@@ -179,7 +182,7 @@ class Checkpoint:
 
     # -- putting it back ------------------------------------------------------------------
 
-    def restore(self, target: Restorable | nn.Module, **things: Any) -> dict[str, Any]:
+    def restore(self, target: Restorable | nn.Module, /, **things: Any) -> dict[str, Any]:
         """Restore the saved run, which then continues as if it had not been interrupted.
 
         This restores the model's state, the given objects, the random generators, and a pipeline's
@@ -204,7 +207,7 @@ class Checkpoint:
         if not isinstance(model, nn.Module):
             raise InputError(f"cannot restore {target!r}: give a Pipeline, or the plain model")
         runner = None if running is None else running._runner
-        with nullcontext() if runner is None else runner.workers.operation("restore"):
+        with nullcontext() if runner is None else runner.workers.operation("restore", TIMEOUT):
             self._check_names(things)
             state = self._fitting(model)
             loads = {name: self._load_of(model, name, thing) for name, thing in things.items()}
@@ -226,7 +229,8 @@ class Checkpoint:
     def _check_names(self, things: Mapping[str, Any]) -> None:
         with_state = {name for name, (kind, _) in self._things.items() if kind != DATA}
         listed = ", ".join(f"{name}=" for name in sorted(with_state)) or "nothing besides the model"
-        if unknown := sorted(things.keys() - with_state):
+        left_out = {name for name, thing in things.items() if thing is None} & self._things.keys()
+        if unknown := sorted(things.keys() - with_state - left_out):
             what = "plain data, which is returned" if unknown[0] in self._things else "not in it"
             raise InputError(
                 f"cannot restore {unknown[0]}= from {self.path}: it is {what}. Give {listed}"
@@ -243,6 +247,8 @@ class Checkpoint:
         wrong = [f"{name!r} is not in the model" for name in state if name not in own]
         wrong += [f"{name!r} is only in the model" for name in own if name not in state]
         for name in state.keys() & own.keys():
+            if name.endswith(_EXTRA_STATE):  # which may be of any size
+                continue
             theirs, mine = (getattr(found[name], "shape", None) for found in (state, own))
             if mine != theirs:
                 wrong.append(f"{name!r} has shape {_shape(theirs)}, in the model {_shape(mine)}")
@@ -252,7 +258,8 @@ class Checkpoint:
                 f"{self.path} is of another model: {'; '.join(wrong[:_MANY])}{more}. "
                 "model_state() gives what there is"
             )
-        return {n: v for n, v in state.items() if not getattr(own[n], "is_meta", False)}
+        fitting = {n: v for n, v in state.items() if not getattr(own[n], "is_meta", False)}
+        return with_versions(fitting, versions_of(state) or versions_of(own))
 
     def _load_of(self, model: nn.Module, name: str, thing: Any) -> Callable[[], Any]:
         """A function that restores one object."""
@@ -309,7 +316,7 @@ class Checkpoint:
         found: dict[Any, Any] = {}
         for file in self._files:
             if file.startswith("optimizer-"):
-                found |= self._pickled(file).get(optimizer, {})
+                found = self._pickled(file).get(optimizer, {}) | found
         return found
 
     def _name(self, what: str) -> str:

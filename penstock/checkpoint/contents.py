@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from penstock.capture.randomness import undisturbed
 from penstock.devices.kinds import accelerator
 from penstock.errors import InputError
-from penstock.storage.part import compact, error_in_short, plain
+from penstock.storage.part import compact, error_in_short, plain, versions_of
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.workers.optimizer_parts import Parts, parameters_of
 from penstock.workers.ownership import Ownership
@@ -37,11 +37,13 @@ class StateNames(TypedDict):
         names: all of it, in order.
         tied: for tensors that have several names, each name but the first, with the first name.
         extras: the values that are not tensors, by name.
+        metadata: the versions of modules, by their names; earlier versions did not save it.
     """
 
     names: list[str]
     tied: dict[str, str]
     extras: dict[str, Any]
+    metadata: NotRequired[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,27 @@ def _state_of(thing: Any, kind: str) -> Any:
     return plain(thing.state_dict() if kind == STATE else thing)
 
 
+def copies_of(model: nn.Module, things: Iterable[Any]) -> list[nn.Module]:
+    """The modules among these things, or in them, with parameters named and shaped as a model's."""
+
+    def shapes(module: nn.Module) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+    wanted, named = shapes(model), (thing for thing in things if isinstance(thing, nn.Module))
+    every = (module for thing in named for module in thing.modules())
+    return [module for module in every if wanted and shapes(module) == wanted]
+
+
+def keeps_more(model: nn.Module, things: Iterable[Any]) -> bool:
+    """Whether something is saved that forwards may change in modules, and that is no tensor."""
+    generators = {id(thing) for thing in things if isinstance(thing, torch.Generator)}
+    return any(
+        type(module).get_extra_state is not nn.Module.get_extra_state
+        or not generators.isdisjoint(map(id, vars(module).values()))
+        for module in model.modules()
+    )
+
+
 def names_of(model: nn.Module) -> dict[int, str]:
     """The names of a model's parameters, by their ids; the first of those that are tied."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
@@ -199,7 +222,8 @@ def _divide_weights(
         else:
             first[id(value)] = name
             portions[owners.get(id(value), 0)].tensors[name] = value
-    return {"names": list(state), "tied": tied, "extras": extras}
+    metadata = plain(dict(versions_of(state) or {}))
+    return {"names": list(state), "tied": tied, "extras": extras, "metadata": metadata}
 
 
 def _divide_states(

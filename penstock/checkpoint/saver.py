@@ -6,6 +6,7 @@ import io
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,17 +16,21 @@ import msgspec
 import torch
 from torch import nn
 
-from penstock.checkpoint.contents import Contents, generators_now
+from penstock.checkpoint.contents import Contents, copies_of, generators_now, keeps_more
 from penstock.errors import CheckpointError
 from penstock.runner import Runner
 from penstock.storage.folder import Folder, Index, entry, sync
 from penstock.storage.part import WHOLE, Note, Part, compact, names_of_save
 from penstock.workers.backend import Workers
-from penstock.workers.saving import SaveOrder
+from penstock.workers.saving import TIMEOUT, SaveOrder
 
 _STALLED = 600.0  # seconds in which no part grows; one that is large may wait for the disk
 _LOST = 5.0  # the same if a worker has ended; those that are left go on writing
 _PAUSE = 0.01  # seconds between two looks
+
+
+class _PartLostError(CheckpointError):
+    """A worker has ended before its part was written."""
 
 
 class Save:
@@ -56,6 +61,11 @@ class Save:
         """
         return self._ended or (self._thread is not None and not self._thread.is_alive())
 
+    @property
+    def lost(self) -> bool:
+        """Whether it has failed because a worker has ended before its part was written."""
+        return isinstance(self._error, _PartLostError)
+
     def wait(self) -> None:
         """Wait until the checkpoint is on the disk. Under torchrun all ranks do.
 
@@ -64,7 +74,7 @@ class Save:
         """
         if not self._ended:
             try:
-                with self._workers.operation("the wait for a checkpoint"):
+                with self._workers.operation("the wait for a checkpoint", TIMEOUT):
                     self.end()
             except Exception as error:
                 self._error = error
@@ -81,6 +91,11 @@ class Save:
             self._ended = True
         if self._error is not None:
             raise self._error
+
+    def end_within(self, seconds: float) -> None:
+        """Wait at most so long until it has ended, well or not."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def run(self, finish: Callable[[], None], background: bool) -> None:
         """Do what is left to do, now or in a thread of its own."""
@@ -131,14 +146,14 @@ class Saver:
         """See `Pipeline.save`."""
         workers = self._runner.workers
         if self._current is not None and not self._current._ended:
-            self._current.wait()  # if that is interrupted, `finish` still waits for it
+            self._completed(self._current.wait)  # interrupted, `finish` still waits for it
         folder = Folder(path)
         save = Save(folder.path, workers)
         try:
-            with workers.operation("save"):
+            with workers.operation("save", TIMEOUT):
                 training, parts = self._write(folder, background, things)
                 generators = workers.all_gather("save", generators_now())
-            with workers.operation("the end of a save"):
+            with workers.operation("the end of a save", TIMEOUT):
                 if workers.role.leads:
                     notes = partial(_notes, parts, workers)
                     plan = self._runner.plan.encode()
@@ -161,6 +176,10 @@ class Saver:
     ) -> tuple[bytes, list[Part]]:
         """Order every worker's part; what the index has to say, and the parts under way."""
         runner = self._runner
+        for copy in copies_of(self._model, things.values()):  # such as averages of its weights
+            runner.workers.state(self._model, copy)
+        if keeps_more(self._model, things.values()):
+            runner.workers.left().bring()
         found = Contents.of(self._model, runner.workers.ownership, runner.random_state(), things)
         begun = None
         if runner.workers.role.leads:
@@ -207,6 +226,20 @@ class Saver:
         finally:
             folder.end()
 
+    def _completed(self, wait: Callable[[], None]) -> None:
+        """Wait for a save; if others go on without the worker that it needed, it is given up."""
+        try:
+            wait()
+        except _PartLostError as error:
+            if self._runner.recovery is None:
+                raise
+            warnings.warn(f"{error}. This save is given up", stacklevel=2)
+
+    def end_within(self, seconds: float) -> None:
+        """Wait at most so long for a save in the background, as a worker that writes is leaving."""
+        if self._current is not None:
+            self._current.end_within(seconds)
+
     def finish(self) -> None:
         """Wait for what this process still does, as the pipeline is closed.
 
@@ -215,7 +248,7 @@ class Saver:
         """
         current, self._current = self._current, None
         if current is not None:
-            current.end()
+            self._completed(current.end)
 
 
 def _notes(parts: Sequence[Part], workers: Workers) -> list[Note]:
@@ -248,7 +281,8 @@ def _notes(parts: Sequence[Part], workers: Workers) -> list[Note]:
         if not is_there or time.monotonic() > grown + patience:
             why = f"nothing was written for {_STALLED:.0f} s" if alive else "a worker has ended"
             why = why if is_there else "the folder was removed"
-            raise CheckpointError(
+            kind = CheckpointError if alive or not is_there else _PartLostError
+            raise kind(
                 f"the checkpoint {parts[0].folder} is not complete: {why} before the parts of "
                 f"workers {missing} were there. A checkpoint before it is untouched"
             )

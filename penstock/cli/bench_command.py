@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from penstock.cli.common import (
     RESNET50,
@@ -59,11 +60,13 @@ def command(
     _require("matplotlib", "report", "draws figures")
     if model in (None, "rpc", RESNET50):
         _require("torchvision", "models", "trains ResNet-50")
-    if model == "data-parallel":
-        _data_parallel([*inputs, *filter(None, (example, loss, devices))], quick, output, as_json)
-        return
-    if model == "rpc":
-        _rpc([*inputs, *filter(None, (example, loss, devices))], quick, output, as_json)
+    if model in ("data-parallel", "rpc"):
+        given = [*inputs, *filter(None, (example, loss, devices))]
+        source = click.get_current_context().get_parameter_source("seed")
+        if source is not ParameterSource.DEFAULT:
+            given.append(f"--seed {seed}")
+        run = _rpc if model == "rpc" else _data_parallel
+        run(given, quick, output, as_json)
         return
     tutorial = model in (None, RESNET50) and not inputs and example is None
     if tutorial and loss is not None:
@@ -109,7 +112,7 @@ def _rpc(given: list[str], quick: bool, output: Path, as_json: bool) -> None:
     if given:
         raise InputError(
             f"{', '.join(given)}: `penstock bench rpc` trains ResNet-50 on two worker processes "
-            "and takes no input, example, loss or devices"
+            "and takes no input, example, loss, devices or seed"
         )
     from penstock.bench.rpc import RpcSettings, run_rpc
     from penstock.display.progress import callback
@@ -127,7 +130,7 @@ def _data_parallel(given: list[str], quick: bool, output: Path, as_json: bool) -
     if given:
         raise InputError(
             f"{', '.join(given)}: `penstock bench data-parallel` trains models of its own on CPU "
-            "workers and takes no input, example, loss or devices"
+            "workers and takes no input, example, loss, devices or seed"
         )
     if not quick:
         _require("transformers", "models", "trains a GPT-2")

@@ -29,6 +29,17 @@ Command = Callable[..., None]
 """The function of a command, before or after options were added to it."""
 
 
+class Finite(click.FloatRange):
+    """A number in a range that is neither infinite nor NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number that a text means; anything else ends the command."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
 def model_options(function: Command) -> Command:
     """Add the argument MODEL and the options of `example_options` to a command."""
     return click.argument("model", metavar="MODEL")(example_options(function))
@@ -134,7 +145,7 @@ states_option = click.option(
 
 optimizer_option = click.option(
     "--optimizer-state",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=2.0,
     show_default=True,
     metavar="FACTOR",

@@ -145,7 +145,7 @@ def _planned(
     tune: bool,
     fresh: bool,
 ) -> tuple[Plan, Profile]:
-    """The plan, and the profile that it was made from."""
+    """The plan, and the profile that was measured for its workers."""
     from dataclasses import replace
 
     from penstock.capture import capture
@@ -154,7 +154,14 @@ def _planned(
     from penstock.display.progress import callback
     from penstock.plan.request import Limits
     from penstock.plan.search import plans_on_any
-    from penstock.planning.planner import TUNED, limits_of, profiles_of_choices, tuned
+    from penstock.planning.planner import (
+        TUNED,
+        check_possible,
+        limits_of,
+        profile_of,
+        profiles_of_choices,
+        tuned,
+    )
     from penstock.workers.kinds import measuring
 
     hardware = described_hardware(devices)
@@ -173,9 +180,9 @@ def _planned(
         limits, measure = limits_of(backend), request
         if hardware is not None:
             count = sum(machine.count for machine in hardware.machines)
-            program.check_stages(count // (1 if request.replicas == "auto" else request.replicas))
-            measure = replace(request, cuts=None, replicas=1)  # others are for what is described
             limits = Limits(all_devices=True, in_one_memory=False)
+            check_possible(program, request, limits, count)
+            measure = replace(request, cuts=None, replicas=1)  # others are for what is described
         costs = profiles_of_choices(
             program,
             choices=backend.choices,
@@ -194,7 +201,7 @@ def _planned(
     if tune:
         for seconds, plan in taken:
             talk(_measured(seconds, plan))
-    return best[0], next(profile for profile in costs if profile.threads == best[0].threads)
+    return best[0], profile_of(best[0], costs)
 
 
 def _measured(seconds: float, plan: Plan) -> str:

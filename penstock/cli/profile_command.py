@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.common import (
+    Finite,
     devices_option,
     empty_option,
     make_directory,
@@ -42,9 +43,7 @@ _LEFT = (1,)
 @click.option("--inference", is_flag=True, help="Measure forwards alone, in evaluation mode.")
 @states_option
 @click.option("--microbatches", default="auto", show_default=True, metavar="N|auto")
-@click.option(
-    "--seconds", type=click.FloatRange(min=0), help="About how long to measure; default: 30."
-)
+@click.option("--seconds", type=Finite(min=0), help="About how long to measure; default: 30.")
 @click.option("--no-cache", is_flag=True, help="Measure again even if there is a cached profile.")
 @click.option("--calls", is_flag=True, help="List every call instead of the heaviest.")
 @click.option(

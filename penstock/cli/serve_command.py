@@ -9,6 +9,7 @@ from typing import Any, Literal
 import click
 
 from penstock.cli.common import (
+    Finite,
     listed,
     memory_option,
     planned_devices_option,
@@ -18,6 +19,8 @@ from penstock.cli.common import (
 )
 from penstock.errors import InputError, PenstockError
 from penstock.names import target_of
+
+_LONGEST = 1e6  # seconds; beyond what poll() can wait, a pass could not be waited for
 
 
 @click.command("serve")
@@ -79,14 +82,14 @@ from penstock.names import target_of
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(0, _LONGEST, min_open=True),
     default=300.0,
     show_default=True,
     help="Seconds that a request may take, waiting included.",
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=Finite(0, _LONGEST),
     default=30.0,
     show_default=True,
     help="Seconds that requests may go on for after SIGTERM or Ctrl-C.",
@@ -104,6 +107,14 @@ from penstock.names import target_of
     default=8192,
     show_default=True,
     help="The most tokens that a prompt may have, if the model's context is not shorter.",
+)
+@click.option(
+    "--origin",
+    "origins",
+    multiple=True,
+    metavar="URL",
+    help="Origin of pages elsewhere that may use the server, such as https://app.example. "
+    "Repeatable.",
 )
 @click.option(
     "--input",

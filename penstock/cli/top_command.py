@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli.common import reported, show
+from penstock.cli.common import Finite, reported, show
 from penstock.errors import InputError
 from penstock.files import save_whole
 
@@ -33,7 +33,7 @@ _FIGURE = 130  # columns
 @click.option("--stacks", is_flag=True, help="Show the stacks of the workers' threads as well.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Finite(min=0.1),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from penstock.cli.common import (
+    Finite,
     model_options,
     pipeline_options,
     reported,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--lr",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=1e-3,
     show_default=True,
     help="The optimizer's learning rate.",

@@ -15,6 +15,7 @@ from penstock.capture.equality import has_nan, same, same_tensor
 from penstock.capture.replay import ForwardResults, replay_results
 from penstock.capture.trees import flatten_result
 from penstock.comparison.reference import copied, run_with_threads
+from penstock.devices.settings import float32_rounding
 from penstock.oracle import Oracle, tensors
 from penstock.plan import Plan
 
@@ -216,6 +217,8 @@ def _in_order(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if torch.equal(ours, theirs):
         return True
     eps = torch.finfo(ours.dtype).eps if ours.dtype.is_floating_point else 0.0
+    if ours.dtype is torch.float32:
+        eps = float32_rounding()
     dims = range(ours.ndim)
     return ours.ndim > 0 and all(_nearest(ours, theirs, dim, eps) for dim in dims)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -165,7 +165,8 @@ def run_with_threads(function: Callable[[], T], threads: int, timeout: float | N
 
 
 def _under(modes: Ambient, work: Callable[[], None]) -> None:
-    with torch.set_grad_enabled(modes.grad), modes.autocasting():
+    casting = modes.autocasting() if modes.casting else nullcontext()  # a model's own is outermost
+    with torch.set_grad_enabled(modes.grad), casting:
         work()
 
 

@@ -57,6 +57,12 @@ def keep_freed_memory() -> bool:
     return all(accepted)
 
 
+def give_back_freed_memory() -> None:
+    """Return what was freed so far to the system; what is freed from now on is kept again."""
+    if _knows_heaps.is_set():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class _Mallinfo(ctypes.Structure):
     """What glibc's allocator says of itself, in bytes."""
 

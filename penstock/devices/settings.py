@@ -18,6 +18,13 @@ _BACKENDS = [
     if hasattr(torch.backends.mkldnn, name)
 ]
 
+TF32 = 2.0**-10
+"""The machine epsilon of TF32."""
+
+_ROUNDINGS = {"high": TF32, "tf32": TF32} | dict.fromkeys(
+    ("medium", "bf16"), torch.finfo(torch.bfloat16).eps
+)
+"""By how `torch` names a precision; the others round as float32 does."""
 
 _ATTENTIONS = [
     name
@@ -95,6 +102,17 @@ def with_autograd() -> Iterator[None]:
     """While open, autograd works as outside of `torch.no_grad()` and `torch.inference_mode()`."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def float32_rounding() -> float:
+    """The machine epsilon to which float32 may be rounded where matrices are multiplied.
+
+    A larger one than float32's own if `torch.set_float32_matmul_precision`, or the
+    `fp32_precision` of oneDNN, lets kernels multiply in TF32 or bfloat16, as CPUs with AMX do.
+    """
+    allowed = [_precision(), *(backend.fp32_precision for backend in _BACKENDS)]
+    found = [_ROUNDINGS[name] for name in allowed if name in _ROUNDINGS]
+    return max([torch.finfo(torch.float32).eps, *found])
 
 
 def _attention() -> tuple[bool, ...]:

@@ -242,18 +242,35 @@ def _number(weight: Any) -> float:
 
 
 def digest(given: object) -> int:
-    """A checksum (CRC-32) of the tensors in containers: their shapes and dtypes.
+    """A checksum (CRC-32) of the tensors in containers: their shapes, dtypes and values.
 
-    Of strided tensors that are not quantized it also covers the values.
+    Of quantized tensors, and of layouts other than strided and sparse ones, without the values.
     """
     found = 0
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor):
-            values = leaf.detach().cpu().contiguous()
-            found = zlib.crc32(f"{values.shape} {values.dtype}".encode(), found)
-            if values.layout is torch.strided and not values.is_quantized:
-                found = zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data, found)
+            tensor = leaf.detach().cpu()
+            found = zlib.crc32(f"{tensor.shape} {tensor.dtype} {tensor.layout}".encode(), found)
+            for part in _entries(tensor):
+                plain = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
+                found = zlib.crc32(plain.view(torch.uint8).numpy().data, found)
     return found
+
+
+def _entries(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The strided tensors that a tensor consists of."""
+    if tensor.is_quantized:
+        return ()
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        summed = tensor.coalesce()
+        return summed.indices(), summed.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def tokens_of(parts: Sequence[Sequence[Any]]) -> int:

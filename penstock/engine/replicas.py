@@ -440,7 +440,8 @@ class SummedStage(Stage):
             values: the gradients with which it begins.
             reached: what it comes to.
         """
-        return torch.autograd.grad(starts, leaves, values, allow_unused=True)
+        with self._in_autograd():
+            return torch.autograd.grad(starts, leaves, values, allow_unused=True)
 
     def _parameters(self) -> list[torch.Tensor]:
         """All that the stage has, on all ways."""

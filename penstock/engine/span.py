@@ -73,6 +73,7 @@ class Span:
         kept: the leaves of the result that become resident values; the module returns them last.
         compile: arguments of `torch.compile`, if forwards without gradients are compiled.
         recorded_on: the device whose work is recorded as CUDA graphs; `None` if it is not recorded.
+        keeps_states: whether its backward may set states of torch's generators.
     """
 
     module: Callable[..., Values]
@@ -85,6 +86,7 @@ class Span:
     kept: Sequence[int] = ()
     compile: Compile | None = None
     recorded_on: torch.device | None = None
+    keeps_states: bool = False
 
     def __post_init__(self) -> None:
         stage = self.module

@@ -8,6 +8,7 @@ one the sink is the loss or the user's result. So no stage knows which one it is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import nn
 from penstock.board.activity import RECOMPUTATION, SENDING
 from penstock.board.memory import Record
 from penstock.capture.halves import Deferral, Pending, run_pending
+from penstock.capture.randomness import undisturbed
 from penstock.engine.batchnorm import BatchNorms
 from penstock.engine.residents import Residents
 from penstock.engine.span import (
@@ -101,6 +103,7 @@ class Stage:
         self.giving = SENDING
         self.residents = Residents()
         self._arrived: Any = ()
+        self._keeps_states = False
 
     def begin(
         self,
@@ -173,6 +176,8 @@ class Stage:
         What modules put off of it remains for `weight_backward`.
         """
         self._catch_up(microbatch)
+        spans = self.ways[self.microbatches[microbatch].way]
+        self._keeps_states = any(span.keeps_states for span in spans)
         gradients, self._arrived = self._arrived, ()
         inner, end = self.held.pop(microbatch)
         self._backward_of(end.roots, gradients, end.entry)
@@ -216,7 +221,15 @@ class Stage:
 
     def _backward_of(self, roots: Roots, gradients: Gradients, entry: EntryNode) -> None:
         """The backward of a span: gradients of parameters add up in `.grad`, others in `entry`."""
-        run_backward(roots, gradients, self._leaves(entry))
+        with self._in_autograd():
+            run_backward(roots, gradients, self._leaves(entry))
+
+    def _in_autograd(self) -> AbstractContextManager[object]:
+        """Around a backward of autograd, in which nothing waits for other workers.
+
+        If a checkpoint in it sets the states of generators, no other thread runs a seeded call.
+        """
+        return undisturbed() if self._keeps_states else nullcontext()
 
     def weight_backward(self, microbatch: int) -> None:
         """Compute the weight halves that the backward has put off."""

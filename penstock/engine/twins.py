@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from penstock.capture.attributes import REGISTRIES, held_tensors
 from penstock.capture.lowering import StageModule
 from penstock.capture.preserve import own_generators
 from penstock.devices.kind import Event
@@ -29,16 +30,41 @@ from penstock.engine.span import Span
 from penstock.errors import InputError
 
 
-class _Twin(NamedTuple):
-    """A tensor, and its twin.
+class _Twin:
+    """A tensor, and its twin, which stays the same object.
+
+    Args:
+        original: the user's.
+        device: where the twin is.
 
     Attributes:
-        original: the user's.
+        original: the same.
         twin: that on the other device.
     """
 
-    original: torch.Tensor
-    twin: torch.Tensor
+    def __init__(self, original: torch.Tensor, device: torch.device) -> None:
+        self.original = original
+        there = self._memory(device)
+        is_parameter = isinstance(original, nn.Parameter)
+        self.twin = nn.Parameter(there, original.requires_grad) if is_parameter else there
+        self._like = self._now()
+
+    def follow(self) -> bool:
+        """Be like the original, but for what is in it; returns whether there is other memory."""
+        if self.twin.is_leaf and self.original.is_leaf:
+            self.twin.requires_grad_(self.original.requires_grad)
+        if self._like == (now := self._now()):
+            return False
+        self.twin.data = self._memory(self.twin.device)
+        self._like = now
+        return True
+
+    def _now(self) -> tuple[Any, ...]:
+        return self.original.shape, self.original.dtype, self.original.stride()
+
+    def _memory(self, device: torch.device) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.empty_like(self.original.detach(), device=device)
 
 
 class _Contents(NamedTuple):
@@ -116,6 +142,7 @@ class Twins:
         """Make a twin what the original is by now, with tensors of its own."""
         own = dict(vars(original))
         own |= {n: self._tensor(v) for n, v in own.items() if isinstance(v, torch.Tensor)}
+        own |= {n: self._container(v) for n, v in own.items() if _may_hold(n, v)}
         for registry in ("_parameters", "_buffers"):
             own[registry] = {
                 n: None if t is None else self._tensor(t) for n, t in own[registry].items()
@@ -126,22 +153,25 @@ class Twins:
         object.__setattr__(twin, "__class__", type(original))
         object.__setattr__(twin, "__dict__", own)
 
+    def _container(self, value: Any) -> Any:
+        """The same list, tuple or dictionary, with tensors of its own if it has some."""
+        if not (held := held_tensors(value)):
+            return value
+        items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        items |= {key: self._tensor(tensor) for key, tensor in held}
+        return items if isinstance(value, dict) else type(value)(items.values())
+
     def _tensor(self, original: torch.Tensor) -> Any:
         if original.device != self.home:
             return original
         known = self._tensors.get(id(original))
-        if known is None or known.twin.shape != original.shape:
-            known = self._tensors[id(original)] = _Twin(original, self._new(original))
+        if known is None:
+            known = self._tensors[id(original)] = _Twin(original, self.device)
             self._held.pop(id(original), None)
             self._leaves[id(known.twin)] = original
-        if known.twin.is_leaf and original.is_leaf:
-            known.twin.requires_grad_(original.requires_grad)
+        if known.follow():
+            self._held.pop(id(original), None)
         return known.twin
-
-    def _new(self, original: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            there = torch.empty_like(original.detach(), device=self.device)
-        return nn.Parameter(there) if isinstance(original, nn.Parameter) else there
 
     # -- what is in it ------------------------------------------------------------------------
 
@@ -161,14 +191,15 @@ class Twins:
             self._tensors |= kept  # what is no longer used goes with `before`
             self._again(before)
             stale = []
-            for key, (original, twin) in self._tensors.items():
-                if id(twin) in fetched:
+            for key, pair in self._tensors.items():
+                if id(pair.twin) in fetched:
                     continue
-                now = _Contents(_version_of(original), original.data_ptr())
-                if all_of_it or key in self._changing or self._held.get(key) != now:
-                    stale.append((twin, original.detach()))
+                is_new = pair.follow()
+                now = _Contents(_version_of(pair.original), pair.original.data_ptr())
+                if all_of_it or is_new or key in self._changing or self._held.get(key) != now:
+                    stale.append((pair.twin, pair.original.detach()))
                     self._held[key] = now
-            self._leaves = {id(twin): original for original, twin in self._tensors.values()}
+            self._leaves = {id(pair.twin): pair.original for pair in self._tensors.values()}
             self._there.into(stale, made)
 
     def _again(self, before: Mapping[int, _Twin]) -> None:
@@ -195,8 +226,9 @@ class Twins:
         for event in after:
             self.stream.wait_event(event)
         with kind_of(self.home).using(self.stream):
-            for original, twin in self._changing_among(among):
-                twin.data.copy_(original.data)  # autograd may have saved it; norms do not use that
+            for pair in self._changing_among(among):
+                # autograd may have saved it; norms do not use that
+                pair.twin.data.copy_(pair.original.data)
         return self.stream.record_event()
 
     def give_back(self, among: Iterable[torch.Tensor]) -> Event:
@@ -206,8 +238,8 @@ class Twins:
             when they are.
         """
         with kind_of(self.home).using(self.stream):
-            for original, twin in self._changing_among(among):
-                original.data.copy_(twin.data)
+            for pair in self._changing_among(among):
+                pair.original.data.copy_(pair.twin.data)
         return self.stream.record_event()
 
     def _changing_among(self, tensors: Iterable[torch.Tensor]) -> list[_Twin]:
@@ -286,6 +318,14 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     own = vars(module)
     for registry in (own["_parameters"], own["_buffers"], own):
         yield from (value for value in registry.values() if isinstance(value, torch.Tensor))
+    for name, value in own.items():
+        if _may_hold(name, value):
+            yield from (held for _, held in held_tensors(value))
+
+
+def _may_hold(name: str, value: Any) -> bool:
+    """Whether an attribute may be a container of tensors."""
+    return type(value) in (list, tuple, dict) and name not in REGISTRIES
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -20,7 +21,7 @@ def prepare(accelerator: Accelerator, model: object, **options: Any) -> Any:
 
     What it returns is used like the result of `accelerator.prepare(model)`. The pipeline is built
     by the first call, whose arguments are its example. `save_state` and `load_state` include the
-    pipeline's random state.
+    pipeline's random state and number of micro-batches.
 
     Args:
         accelerator: of one process; optimizers, loaders and schedulers are prepared with it as
@@ -65,7 +66,7 @@ def prepare(accelerator: Accelerator, model: object, **options: Any) -> Any:
     if late.are_ranks:
         raise InputError('under Accelerate, workers= is "threads" or "processes"')
     late.home, late.optimizers = accelerator.device, lambda: accelerator._optimizers
-    accelerator.register_for_checkpointing(_RandomState(late))
+    _save_with(accelerator, late)
     return accelerator.prepare(module, device_placement=[False])  # the pipeline places its stages
 
 
@@ -103,15 +104,24 @@ def check_not_compiled(accelerator: Accelerator) -> None:
         )
 
 
-class _RandomState:
-    """The random state of a pipeline, as Accelerate saves and loads it."""
+def _save_with(accelerator: Accelerator, late: LatePipeline) -> None:
+    """Have an accelerator save and load the state of a pipeline.
 
-    def __init__(self, late: LatePipeline) -> None:
-        self._late = late
+    It is in a file of its own, as Accelerate does not load a folder in which an object is missing
+    that was registered with it, or in which there is one more.
+    """
+    number = sum(isinstance(model, PipelinedModule) for model in accelerator._models)
+    name = f"penstock_{number}.json" if number else "penstock.json"
 
-    def state_dict(self) -> dict[str, int]:
-        return self._late.random_state() or {}
+    def save(models: Any, weights: Any, folder: str) -> None:
+        state = late.state()
+        if state is not None:
+            Path(folder, name).write_text(json.dumps(state))
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        if state:
-            self._late.load_random_state(state)
+    def load(models: Any, folder: str) -> None:
+        file = Path(folder, name)
+        if file.is_file():
+            late.load(json.loads(file.read_text()))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

@@ -19,6 +19,7 @@ from penstock.engine.ends import to_device
 from penstock.errors import InputError, PlanError
 from penstock.pipeline import Pipeline
 from penstock.plan import Plan
+from penstock.training.scaling import PipelineScaler
 from penstock.workers.kinds import WorkerOptions
 from penstock.workers.optimizer_parts import move_state
 from penstock.workers.ray.options import Ray
@@ -36,6 +37,10 @@ _OF_STEPS = {
 }
 
 
+_OF_PLANS = ("cuts", "tune")
+"""Options that are not given with a plan, which has been chosen by them."""
+
+
 class LatePipeline:
     """A pipeline that is built when its model is called for the first time.
 
@@ -49,6 +54,7 @@ class LatePipeline:
         home: the device that its results are put on; `None` leaves them with the last stage.
         optimizers: returns the optimizers whose states are moved along when the pipeline moves the
             parameters.
+        scaler: returns the loss scaler of `train_step`, once there is a pipeline; or `None`.
         are_ranks: whether every process that runs the script is a worker, as under torchrun.
 
     Raises:
@@ -61,10 +67,11 @@ class LatePipeline:
         self.pipe: Pipeline | None = None
         self.home: torch.device | None = None
         self.optimizers: Callable[[], Iterable[Optimizer]] = tuple
+        self.scaler: Callable[[], PipelineScaler | None] = lambda: None
         self.are_ranks = are_ranks(options)
         self._options = dict(options)
         self._plan: Plan | None = None
-        self._random: dict[str, int] | None = None
+        self._state: dict[str, Any] | None = None
         self._is_routed = False
         self._before: Callable[..., Any] | None = None  # what torch called before `routed`
 
@@ -77,8 +84,11 @@ class LatePipeline:
         """Forward and backward of a batch, as `Pipeline.train_step` does."""
         example = {name: value for name, value in kwargs.items() if name not in _OF_STEPS}
         with self.direct():
-            step = self._built(args, example).train_step
-            return on_device(step(*args, **kwargs), self.home)
+            pipe = self._built(args, example)
+            scaler = self.scaler()
+            if scaler is not None:
+                kwargs["scaler"] = scaler
+            return on_device(pipe.train_step(*args, **kwargs), self.home)
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """What the model itself returns, which runs where its weights are."""
@@ -125,18 +135,32 @@ class LatePipeline:
                 args, kwargs = beside(self.model, (args, kwargs))
                 self.pipe = self._again(args, kwargs)
                 if self.pipe is None:
-                    self.pipe = Pipeline(self.model, args, kwargs, **self._options)
+                    self.pipe = self._new(args, kwargs)
             for optimizer in self.optimizers():
                 move_state(optimizer.param_groups, optimizer.state)
-            if self._random is not None:
-                self.pipe.load_random_state(self._random)
+            if self._state:
+                self.pipe.load_random_state(self._state["random_state"])
         return self.pipe
+
+    def _new(self, args: Any, kwargs: Any) -> Pipeline:
+        """A pipeline with as many micro-batches as the run had that goes on, if that is possible.
+
+        The first batch may have fewer rows, as in an evaluation; or there are more replicas now.
+        """
+        number = self._state["num_microbatches"] if self._state else "auto"
+        options = with_microbatches(self._options, number)
+        try:
+            return Pipeline(self.model, args, kwargs, **options)
+        except (InputError, PlanError):
+            if options == self._options or number == "auto":
+                raise
+        return Pipeline(self.model, args, kwargs, **self._options)
 
     def _again(self, args: Any, kwargs: Any) -> Pipeline | None:
         """A pipeline on the plan that was used before `close()`, if it still fits the model."""
         if self._plan is None:
             return None
-        options = {name: given for name, given in self._options.items() if name != "cuts"}
+        options = {name: given for name, given in self._options.items() if name not in _OF_PLANS}
         try:
             return Pipeline(self.model, args, kwargs, **(options | {"plan": self._plan}))
         except PlanError:
@@ -152,23 +176,38 @@ class LatePipeline:
         if self.pipe is not None:
             self.pipe.fetch()
 
-    def random_state(self) -> dict[str, int] | None:
-        """`Pipeline.random_state()`, or what was loaded before there is a pipeline."""
-        return self._random if self.pipe is None else self.pipe.random_state()
+    def state(self) -> dict[str, Any] | None:
+        """`state_of` the pipeline, or what was loaded before there is one."""
+        return self._state if self.pipe is None else state_of(self.pipe)
 
-    def load_random_state(self, state: Mapping[str, int]) -> None:
-        """As `Pipeline.load_random_state`, now or when the pipeline is built."""
-        self._random = dict(state)
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on as the run did of which this is the state.
+
+        A pipeline that is there already keeps its number of micro-batches.
+        """
+        self._state = dict(state)
+        if self._plan is not None and self._plan.num_microbatches != state["num_microbatches"]:
+            self._plan = None
         if self.pipe is not None:
-            self.pipe.load_random_state(state)
+            self.pipe.load_random_state(state["random_state"])
 
     def close(self) -> None:
         """Stop the workers. The next call starts others, on the same plan."""
         if self.pipe is not None:
-            self._random = self.pipe.random_state()
-            self._plan = self.pipe.plan
+            self._state, self._plan = state_of(self.pipe), self.pipe.plan
             self.pipe.close()
             self.pipe = None
+
+
+def state_of(pipe: Pipeline) -> dict[str, Any]:
+    """What a run needs to go on with the same bits, besides what frameworks save."""
+    return {"random_state": pipe.random_state(), "num_microbatches": pipe.plan.num_microbatches}
+
+
+def with_microbatches(options: Mapping[str, Any], number: int | str) -> dict[str, Any]:
+    """Options of a pipeline with this number of micro-batches, if they leave it open."""
+    is_open = options.get("num_microbatches", "auto") == "auto" and options.get("plan") is None
+    return {**options, "num_microbatches": number} if is_open else dict(options)
 
 
 def check_options(options: Mapping[str, Any]) -> None:

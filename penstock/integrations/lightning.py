@@ -130,7 +130,7 @@ class PenstockStrategy(Strategy):
         self._options = options
         self._ranks = _Ranks(options)
         self._late: dict[str, LatePipeline] = {}
-        self._random: dict[str, dict[str, int]] = {}
+        self._states: dict[str, dict[str, Any]] = {}
         self._divided: list[Divided] = []
         self._parallel_devices: list[torch.device] = []
         self._stack = ExitStack()
@@ -199,7 +199,8 @@ class PenstockStrategy(Strategy):
         """Forward and backward at once, for manual optimization; see `Pipeline.train_step`.
 
         The backwards of the first micro-batches run while others are still in their forward, which
-        is faster and needs less memory than `self.net(x)` and `self.manual_backward(loss)`.
+        is faster and needs less memory than `self.net(x)` and `self.manual_backward(loss)`. The
+        loss is scaled if the precision plugin has a scaler.
 
         Raises:
             InputError: optimization is automatic, or there are several pipelines.
@@ -233,7 +234,8 @@ class PenstockStrategy(Strategy):
         self._late = {name: self._late[name] for name in found}
         for late in self._late.values():
             late.home, late.optimizers = self.root_device, lambda: self.optimizers
-        self._load_random()
+            late.scaler = self._scaler
+        self._load_states()
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -288,25 +290,14 @@ class PenstockStrategy(Strategy):
                 "Call it as a function, self.net(x), not self.net.forward(x) and not its parts; or "
                 "name the module that is called, PenstockStrategy(module=...)"
             )
-        self._scale_everywhere()
         return result
 
-    def _scale_everywhere(self) -> None:
-        """Replace a gradient scaler by one with which all ranks skip the same steps."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if not self._ranks.several or scaler is None or isinstance(scaler, PipelineScaler):
-            return
-        if len(self.pipelines) != 1:
-            raise InputError(
-                "16-mixed precision under torchrun works with one pipeline, and there are "
-                f'{_listed(self._late)}; use "bf16-mixed", which needs no scaler'
-            )
-        (pipe,) = self.pipelines.values()
-        own = pipe.scaler(init_scale=scaler.get_scale())
-        own.load_state_dict(scaler.state_dict())
-        self.precision_plugin.scaler = own  # type: ignore[attr-defined]
+    def _scaler(self) -> PipelineScaler | None:
+        return _scaler_of(self.precision_plugin, self._late, self._stack)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._ranks.several:
+            self._scaler()
         with ExitStack() as stack:
             for late in self._late.values():  # in manual optimization it is within a step
                 stack.enter_context(late.direct())
@@ -347,24 +338,24 @@ class PenstockStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        states = {name: late.random_state() for name, late in self._late.items()}
+        states = {name: late.state() for name, late in self._late.items()}
         known = {name: state for name, state in states.items() if state is not None}
         if known:
-            checkpoint[_KEY] = {"random_state": known}
+            checkpoint[_KEY] = known
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        self._random = checkpoint.get(_KEY, {}).get("random_state", {})
-        self._load_random()
+        self._states = checkpoint.get(_KEY, {})
+        self._load_states()
         return checkpoint
 
-    def _load_random(self) -> None:
-        for name, state in self._random.items():
+    def _load_states(self) -> None:
+        for name, state in self._states.items():
             if name in self._late:
-                self._late[name].load_random_state(state)
+                self._late[name].load(state)
         if self._late:
-            self._random = {}
+            self._states = {}
 
     def _fetch(self) -> None:
         if self._ranks.several:
@@ -461,6 +452,47 @@ def _pipeline_of(known: Mapping[Any, LatePipeline], parameters: Sequence[torch.T
     )
 
 
+def _scaler_of(
+    plugin: Any, known: Mapping[Any, LatePipeline], stack: ExitStack
+) -> PipelineScaler | None:
+    """The loss scaler of a precision plugin, which is replaced by one of the pipeline.
+
+    With it all ranks leave out the same steps, and `Pipeline.train_step` scales the loss.
+
+    Args:
+        plugin: any precision plugin.
+        known: the pipelines.
+        stack: puts the plugin's own scaler back when it is closed, with the scale of then.
+
+    Returns:
+        `None` if the plugin has no scaler, or there is no pipeline yet.
+
+    Raises:
+        InputError: there are several pipelines.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or isinstance(scaler, PipelineScaler):
+        return scaler
+    if len(known) != 1:
+        raise InputError(
+            "16-mixed precision under torchrun works with one pipeline, and there are "
+            f'{_listed(map(str, known))}; use "bf16-mixed", which needs no scaler'
+        )
+    (late,) = known.values()
+    if late.pipe is None:
+        return None
+    own = late.pipe.scaler(enabled=scaler.is_enabled())
+    own.load_state_dict(scaler.state_dict())
+    plugin.scaler = own
+
+    def put_back() -> None:
+        scaler.load_state_dict(own.state_dict())
+        plugin.scaler = scaler
+
+    stack.callback(put_back)
+    return own
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
@@ -496,6 +528,7 @@ class FabricPenstockStrategy(SingleDeviceStrategy):
         self._options = options
         self._modules: list[PipelinedModule] = []
         self._optimizers: list[Optimizer] = []
+        self._stack = ExitStack()
         super().__init__(self._home(), accelerator, checkpoint_io, precision)
         self.global_rank = self._ranks.rank
 
@@ -533,8 +566,17 @@ class FabricPenstockStrategy(SingleDeviceStrategy):
             Divided(optimizer, self._pipeline_of)
         return optimizer
 
+    @property
+    def _late(self) -> dict[str, LatePipeline]:
+        return {str(k): module.late for k, module in enumerate(self._modules)}
+
     def _pipeline_of(self, parameters: Sequence[torch.Tensor]) -> Pipeline:
-        return _pipeline_of({k: m.late for k, m in enumerate(self._modules)}, parameters)
+        return _pipeline_of(self._late, parameters)
+
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._ranks.several:
+            _scaler_of(self.precision, self._late, self._stack)
+        super().backward(tensor, *args, **kwargs)
 
     def clip_gradients_norm(
         self,
@@ -562,19 +604,21 @@ class FabricPenstockStrategy(SingleDeviceStrategy):
         self._pipeline_of(parameters).clip_grad_value_(clip_val, parameters=parameters)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        states = {str(k): module.late.random_state() for k, module in enumerate(self._modules)}
-        known = {name: random for name, random in states.items() if random is not None}
+        states = {name: late.state() for name, late in self._late.items()}
+        known = {name: state for name, state in states.items() if state is not None}
         super().save_checkpoint(path, {**state, _KEY: known}, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state and isinstance(state, dict):
-            for name, random in rest.pop(_KEY, {}).items():
-                if int(name) < len(self._modules):
-                    self._modules[int(name)].late.load_random_state(random)
+            late = self._late
+            for name, own in rest.pop(_KEY, {}).items():
+                if name in late:
+                    late[name].load(own)
         return rest
 
     def teardown(self) -> None:
+        self._stack.close()
         for module in self._modules:
             module.close()
         super().teardown()

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
 
 from penstock.errors import InputError
-from penstock.integrations.late import beside, on_device
+from penstock.integrations.late import beside, on_device, state_of, with_microbatches
 from penstock.integrations.means import MeanLoss, normalized, weighed
 from penstock.pipeline import Pipeline
 from penstock.training.optimizer import PipelineOptimizer
@@ -93,6 +93,7 @@ class TrainerModel:
         self._accumulated = accumulated
         self._accelerator = accelerator
         self._shapes: list[_Shapes] = []  # all that were seen and need a pipeline of their own
+        self._dynamic: Mapping[Any, Any] = {}  # of the pipeline
         self._sums: bool | None = None
         self._mean = MeanLoss(class_name(model))
         self._trains = False  # whether the pipeline was built for training
@@ -110,7 +111,7 @@ class TrainerModel:
 
     # -- the pipeline --------------------------------------------------------------------------
 
-    def _prepare(self, batch: Inputs, trains: bool, repeated: int = 1) -> Pipeline:
+    def prepare(self, batch: Inputs, trains: bool, repeated: int = 1) -> Pipeline:
         """The pipeline for a batch; another one than before if its shapes need that.
 
         Args:
@@ -118,13 +119,14 @@ class TrainerModel:
             trains: whether it is a batch of training.
             repeated: how many of such batches are run at once.
         """
-        shapes = _shapes_of(batch)
-        fits = _fits(shapes, self._shapes)
-        if self.pipe is not None and fits and (self._trains or not trains):
-            return self.pipe
+        shapes, named = _shapes_of(batch), self._options.get("dynamic") or {}
+        fits = _fits(shapes, self._shapes, named)
         if not fits:
             self._shapes.append(shapes)
-        given: Inputs = {"dynamic": _varying(self._shapes), **self._options}
+        varying = _varying(self._shapes, named)
+        knows = fits and all(name in self._dynamic for name in varying if name in shapes)
+        if self.pipe is not None and knows and (self._trains or not trains):
+            return self.pipe
         if self.pipe is not None:
             self._leave_weights(shapes)
             if self._trains:
@@ -133,12 +135,15 @@ class TrainerModel:
                 self._kept, self._divided = self._divided.state_dict(), None
             self._random_state = self.pipe.random_state()
             self.close()
-        if given.get("num_microbatches", "auto") == "auto" and "plan" not in given:
-            given["num_microbatches"] = self._num_microbatches if repeated == 1 else repeated
+        possible = _first(self._shapes).keys() | inspect.signature(self.model.forward).parameters
+        dynamic = {**named, **varying}
+        self._dynamic = {n: d for n, d in dynamic.items() if n in batch or n not in possible}
+        number = self._num_microbatches if repeated == 1 else repeated
+        options = with_microbatches({**self._options, "dynamic": self._dynamic}, number)
         example = {name: _repeated(value, repeated) for name, value in batch.items()}
         args, kwargs = _by_position(beside(self.model, example))
         with self._accelerator.autocast():
-            self.pipe = Pipeline(self.model, args, kwargs, merge="list", **given)
+            self.pipe = Pipeline(self.model, args, kwargs, merge="list", **options)
         self._trains = trains
         if self.optimizer is not None and self.pipe.shares_model:
             move_state(self.optimizer.param_groups, self.optimizer.state)
@@ -192,13 +197,7 @@ class TrainerModel:
 
     def state(self) -> dict[str, Any]:
         """What a run needs to go on with the same bits, besides what the Trainer saves."""
-        pipe = self.pipe
-        if pipe is None:
-            return {}
-        return {
-            "random_state": pipe.random_state(),
-            "num_microbatches": pipe.plan.num_microbatches,
-        }
+        return {} if self.pipe is None else state_of(self.pipe)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on as the run did of which this is the state."""
@@ -225,7 +224,7 @@ class TrainerModel:
         Returns:
             the loss of the batch, a detached scalar.
         """
-        pipe = self._prepare(batch, trains=True)
+        pipe = self.prepare(batch, trains=True)
         is_sum = objective.scaled and (objective.smoothing is not None or self._is_sum(batch))
         inputs, targets, loss = objective.arguments([batch])
         with self._accelerator.autocast():
@@ -245,7 +244,7 @@ class TrainerModel:
             objective: the loss, of which that of all batches is the sum.
         """
         for batch in batches:
-            pipe = self._prepare(batch, trains=True, repeated=self._accumulated)
+            pipe = self.prepare(batch, trains=True, repeated=self._accumulated)
         inputs, targets, loss = objective.arguments(batches)
         with self._accelerator.autocast():
             found: torch.Tensor = pipe.train_microbatches(
@@ -264,7 +263,7 @@ class TrainerModel:
         """
         trains = self.model.training and torch.is_grad_enabled()
         batch: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        pipe = self._prepare(batch, trains)
+        pipe = self.prepare(batch, trains)
         with self._accelerator.autocast():
             parts = pipe(*args, **kwargs)
         if self._accelerator.mixed_precision != "no":
@@ -274,6 +273,13 @@ class TrainerModel:
             rows = _rows(batch, len(parts))
             shares = self._shares(batch, [_loss_of(part) for part in parts], rows, trains)
             found = _together(parts, rows, shares)
+        return on_device(found, self._accelerator.device)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` returns; its calls run through the pipeline."""
+        generates = self.model if self.pipe is None else self.pipe
+        with self._accelerator.autocast():
+            found = generates.generate(*args, **kwargs)
         return on_device(found, self._accelerator.device)
 
     def _shares(
@@ -356,42 +362,74 @@ def _smoothed(
 
 # -- shapes ----------------------------------------------------------------------------------------
 
-_Shapes = dict[str, tuple[int, ...]]
+_Shapes = dict[Any, tuple[int, ...]]
 """The sizes of the tensors among a model's arguments, without the rows."""
+
+_Sizes = tuple[int | None, ...]
+"""The size of a dimension in each of several batches; `None` where its argument is missing."""
 
 
 def _shapes_of(batch: Inputs) -> _Shapes:
     return {n: tuple(v.shape[1:]) for n, v in batch.items() if isinstance(v, torch.Tensor)}
 
 
-def _varying(seen: Sequence[_Shapes]) -> dict[str, dict[int, str]]:
+def _first(seen: Sequence[_Shapes]) -> _Shapes:
+    """The first shape of every argument."""
+    return {name: shape for each in reversed(seen) for name, shape in each.items()}
+
+
+def _sizes(seen: Sequence[_Shapes], name: Any, dim: int, rank: int) -> _Sizes:
+    shapes = [each.get(name, ()) for each in seen]
+    return tuple(shape[dim - 1] if len(shape) == rank else None for shape in shapes)
+
+
+def _varying(seen: Sequence[_Shapes], named: Mapping[Any, Any]) -> dict[Any, dict[int, str]]:
     """The dimensions that vary, as for `Pipeline(dynamic=)`; equal sizes in all share a name.
+
+    Batches may have other arguments than those before, such as labels. What was not in all of them
+    varies with a dimension that was as large wherever both were.
 
     Args:
         seen: the shapes of batches.
+        named: the dimensions that the user says vary.
     """
-    names: dict[tuple[int, ...], str] = {}
-    found: dict[str, dict[int, str]] = {}
-    for name, first in seen[0].items():
-        shapes = [each[name] for each in seen if name in each]
-        for dim in range(len(first)):
-            sizes = tuple(shape[dim] for shape in shapes if len(shape) == len(first))
-            if len(set(sizes)) > 1:
-                found.setdefault(name, {})[dim + 1] = names.setdefault(sizes, f"size{len(names)}")
+    found = {name: dict(dims) for name, dims in named.items() if isinstance(dims, Mapping)}
+    each = [
+        (name, dim, _sizes(seen, name, dim, len(shape)))
+        for name, shape in _first(seen).items()
+        for dim in range(1, len(shape) + 1)
+    ]
+    each.sort(key=lambda one: (one[1] not in found.get(one[0], {}), one[2].count(None)))
+    names: list[tuple[_Sizes, str]] = []
+    for argument, dim, sizes in each:
+        name = found.get(argument, {}).get(dim)
+        if name is None:
+            name = next((name for others, name in names if _agree(sizes, others)), None)
+            if len({*sizes} - {None}) == 1 and (name is None or None not in sizes):
+                continue
+            name = found.setdefault(argument, {})[dim] = name or f"size{len(names)}"
+        names.append((sizes, name))
     return found
 
 
-def _fits(shapes: _Shapes, seen: Sequence[_Shapes]) -> bool:
+def _agree(sizes: _Sizes, others: _Sizes) -> bool:
+    """Whether two dimensions were equally large in the batches that had both."""
+    both = [pair for pair in zip(sizes, others, strict=True) if None not in pair]
+    return bool(both) and all(size == other for size, other in both)
+
+
+def _fits(shapes: _Shapes, seen: Sequence[_Shapes], named: Mapping[Any, Any]) -> bool:
     """Whether a pipeline takes a batch of these shapes, if it was built for those in `seen`."""
     if not seen:
         return False
-    varying, sizes = _varying(seen), dict[str, int]()
-    for name, first in seen[0].items():
-        if len(shapes.get(name, first)) != len(first):
+    varying, first, sizes = _varying(seen, named), _first(seen), dict[str, int]()
+    for name, shape in shapes.items():
+        known = first.get(name, () if varying else shape)
+        if len(shape) != len(known):
             return False
-        for dim, size in enumerate(shapes.get(name, first)):
+        for dim, size in enumerate(shape):
             key = varying.get(name, {}).get(dim + 1)
-            if size != (first[dim] if key is None else sizes.setdefault(key, size)):
+            if size != (known[dim] if key is None else sizes.setdefault(key, size)):
                 return False
     return True
 

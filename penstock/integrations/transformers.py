@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -217,10 +218,25 @@ class PenstockMixin(_Base):  # type: ignore[misc]
     ) -> tuple[Any, Any, Any]:
         """Run a batch through the pipeline without gradients; see `Trainer.prediction_step`."""
         pipelined = self._wrap_model(self.model)
-        found: tuple[Any, Any, Any] = super().prediction_step(
-            pipelined, inputs, prediction_loss_only, ignore_keys
-        )
+        with self._generating(pipelined, inputs):
+            found: tuple[Any, Any, Any] = super().prediction_step(
+                pipelined, inputs, prediction_loss_only, ignore_keys
+            )
         return found
+
+    @contextmanager
+    def _generating(self, pipelined: TrainerModel, inputs: Inputs) -> Iterator[None]:
+        """While open, `self.model.generate` of a Trainer that generates runs in the pipeline."""
+        if not getattr(self.args, "predict_with_generate", False):
+            yield
+            return
+        if pipelined.pipe is None:
+            pipelined.prepare(self._prepare_inputs(dict(inputs)), trains=False)
+        own, self.model = self.model, pipelined
+        try:
+            yield
+        finally:
+            self.model = own
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as `Trainer.evaluation_loop` does, with all weights fetched from the workers."""

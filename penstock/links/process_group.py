@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from penstock.links.link import InDispatch, Values
 from penstock.links.segment import TensorPlace, brought
-from penstock.links.slots import PLAIN, Layout, laid_out
+from penstock.links.slots import MOST_LAYOUTS, PLAIN, Layout, laid_out
 from penstock.links.wire import Gone, Wire
 
 
@@ -145,6 +145,8 @@ class GroupEnd:
         buffer = self._packed(layout, values, whole) if whole else None
         number, new_layout = self._numbers.get(layout), b""
         if number is None:
+            if len(self._numbers) >= MOST_LAYOUTS:  # they begin anew; the other process follows
+                self._numbers.clear()
             number = self._numbers[layout] = len(self._numbers)
             new_layout = pickle.dumps(layout)
         awaited, self._awaited = self._awaited, self._next_size(size)
@@ -158,6 +160,8 @@ class GroupEnd:
 
     def _next_size(self, size: int) -> int:
         """Note that this message has `size` bytes; returns the next one's size, 0 if unknown."""
+        if len(self._sizes) >= MOST_LAYOUTS:
+            self._sizes.clear()
         self._sizes[self._coming[self._at]] = size
         self._at = (self._at + 1) % len(self._coming)
         return self._sizes.get(self._coming[self._at], 0)

@@ -176,7 +176,8 @@ class TensorPlace(NamedTuple):
         """What to copy a tensor to that goes here, in these bytes."""
         if 0 not in self.stride:
             return Target(self.within(memory), None)
-        once = tuple(1 if s == 0 else n for n, s in zip(self.shape, self.stride, strict=True))
+        sizes = zip(self.shape, self.stride, strict=True)
+        once = tuple(min(n, 1) if s == 0 else n for n, s in sizes)
         return Target(self._replace(shape=once).within(memory), tuple(slice(n) for n in once))
 
 

@@ -6,6 +6,9 @@ micro-batch, usually. Then the slot is free for another. There are as many slots
 How a slot is laid out is sent once, with the first values of those shapes.
 
 A weight that both processes map is not copied: the message says which it is (`weights.py`).
+
+Messages are short, whatever is sent: two processes that send to each other before either reads
+would wait for ever once their sockets are full. What is pickled and long goes through a slot, too.
 """
 
 from __future__ import annotations
@@ -53,15 +56,36 @@ class Lent(msgspec.Struct, array_like=True, frozen=True):
     plain: bytes
 
 
-class Boundary(msgspec.Struct, array_like=True, frozen=True):
-    """The values of a boundary, or their gradients; sent in the jobs of this number."""
+class Boundary(msgspec.Struct, array_like=True, frozen=True, tag=0):
+    """The values of a boundary, or their gradients; sent in the jobs of this number.
+
+    Attributes:
+        dispatch: the number of the jobs.
+        values: where they are.
+        is_apart: whether what is pickled came with the message before.
+    """
 
     dispatch: int
     values: Lent
+    is_apart: bool = False
 
 
+class Pickled(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    """What is pickled of the values that come next, as `Boundary` would have it.
+
+    Attributes:
+        values: where it is: the bytes of a message.
+        size: how many of them count.
+    """
+
+    values: Lent
+    size: int
+
+
+_LONG = 8192  # bytes; a socket that can be written to has room for more
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Boundary).decode
+_decode = msgspec.msgpack.Decoder(Boundary | Pickled).decode
+_decode_pair = msgspec.msgpack.Decoder(tuple[bytes, bytes]).decode
 
 
 class Lender:
@@ -126,11 +150,15 @@ class Lender:
 
     def _learn(self, signature: tuple[Any, ...], values: Sequence[Any]) -> _Known:
         """Lay out values that are like none before."""
+        if len(self._known) >= MOST_LAYOUTS:  # numbers begin anew; the other process follows
+            self._known.clear()
+            self._layouts.clear()
+            self._announced.clear()
+            for slot in self._slots.every:
+                slot.forget_layouts()
         names = {k: name for k, name in enumerate(signature) if isinstance(name, Named)}
         layout, size = laid_out(values, names, self._slots.alignment)
         number = self._layouts.setdefault(layout, len(self._layouts))
-        if len(self._known) >= MOST_LAYOUTS:
-            self._known.clear()
         known = self._known[signature] = _Known(number, layout, size)
         return known
 
@@ -270,18 +298,36 @@ class Sender(Lender):
         super().__init__(wire, weights, slots)
         self._owner = owner
         self._wait = wait
+        self._aside: Lender | None = None  # for what is pickled and long
 
     def put(self, values: Sequence[Any]) -> None:
         """Send the values of a boundary: tensors, `None`, or whatever can be pickled.
 
         Raises:
             Gone: the other process is gone.
-            Exception: a value cannot be pickled, or what `wait` raises; nothing has been sent.
+            Exception: a value cannot be pickled, or what `wait` raises; no values have been sent.
         """
         with self.lend(values) as loan:
-            if self._wait is not None:
-                self._wait()
-            self._wire.send(_encode(Boundary(self._owner.dispatch, loan.lent)), loan.fd)
+            lent = loan.lent
+            is_apart = len(lent.new_layout) + len(lent.plain) > _LONG
+            if is_apart:
+                self._put_aside(_encode((lent.new_layout, lent.plain)))
+                lent = msgspec.structs.replace(lent, new_layout=b"", plain=b"")
+            self._send(Boundary(self._owner.dispatch, lent, is_apart), loan)
+
+    def _put_aside(self, data: bytes) -> None:
+        """Send bytes by way of a slot in memory of the CPU."""
+        if self._aside is None:
+            self._aside = Lender(self._wire)
+        room = bytearray(1 << (len(data) - 1).bit_length())  # so that there are few layouts
+        room[: len(data)] = data
+        with self._aside.lend([torch.frombuffer(room, dtype=torch.uint8)]) as loan:
+            self._send(Pickled(loan.lent, len(data)), loan)
+
+    def _send(self, message: Boundary | Pickled, loan: Loan) -> None:
+        if self._wait is not None:
+            self._wait()
+        self._wire.send(_encode(message), loan.fd)
 
 
 class Receiver:
@@ -307,6 +353,8 @@ class Receiver:
         self._owner = owner
         self._wait = wait
         self._borrower = Borrower(arrivals, weights)
+        self._aside = Borrower(Arrivals(torch.device("cpu")))
+        self._pickled = b""  # of the values that come next
 
     def get(self) -> Values:
         """The next values; waits for them.
@@ -335,10 +383,19 @@ class Receiver:
         return None
 
     def _received(self) -> Values | None:
-        """The values of one message; `None` if they are of earlier jobs."""
+        """The values of one message; `None` if there are none, or they are of earlier jobs."""
         data, fd = self._wire.receive()
         message = _decode(data)
-        values = self._borrower.borrow(message.values, fd)
+        if isinstance(message, Pickled):
+            (room,) = self._aside.borrow(message.values, fd)
+            self._pickled = room[: message.size].numpy().tobytes()
+            return None
+        lent = message.values
+        if message.is_apart:
+            new_layout, plain = _decode_pair(self._pickled)
+            lent = msgspec.structs.replace(lent, new_layout=new_layout, plain=plain)
+            self._pickled = b""
+        values = self._borrower.borrow(lent, fd)
         return values if message.dispatch >= self._owner.dispatch else None
 
 

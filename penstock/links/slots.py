@@ -58,6 +58,11 @@ class Slots(Generic[S]):
         self._slots[number].lend()
         return number, self._slots[number], not fitting
 
+    @property
+    def every(self) -> Sequence[S]:
+        """All segments, whether they are lent or not."""
+        return self._slots
+
     def wait_for_copies(self) -> None:
         """Let what follows wait until all values have been copied into slots: they have been."""
 
@@ -120,6 +125,10 @@ class Slot(Segment):
         for target, value in zip(targets, values, strict=True):
             if target is not None:
                 target.fill(value)
+
+    def forget_layouts(self) -> None:
+        """From now on a layout's number stands for another layout."""
+        self._targets.clear()
 
     def _target(self, place: TensorPlace) -> Target:
         return place.target(self.base)

@@ -24,8 +24,8 @@ class Weights:
 
     Such as tied weights: the stage that reads one first sends it to a later stage with every
     micro-batch. A value is recognized as a weight by its address, shape, strides and dtype, so a
-    view that a call has made of the whole weight is, too. So each link knows only the weights that
-    cross it.
+    view that a call has made of the whole weight is, too, but not its conjugate. So each link knows
+    only the weights that cross it.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class Weights:
             return None
         known = self._tensors[number]
         is_it = value.shape == known.shape and value.stride() == known.stride()
+        is_it = is_it and value.is_conj() == known.is_conj() and value.is_neg() == known.is_neg()
         is_there = known.data_ptr() == value.data_ptr() and known.dtype == value.dtype
         return Named(number, value.requires_grad) if is_it and is_there else None
 

@@ -75,7 +75,7 @@ def history_chart(findings: Findings) -> Chart | None:
     steps, usual = list(findings.history.steps), findings.step_seconds
     if len(steps) < 2 or not usual:
         return None
-    drawn = _thinned(steps)
+    drawn = thinned(steps, _POINTS)
     tallest = max(s.seconds / s.steps for s in drawn)
     marked = max((o.seconds for o in findings.outliers), default=0.0)
     top = _ROOM * max(usual * 1.3, min(max(tallest, marked), _FAR * usual))
@@ -111,9 +111,9 @@ def history_chart(findings: Findings) -> Chart | None:
     )
 
 
-def _thinned(steps: Sequence[StepTimes]) -> list[StepTimes]:
-    """At most `_POINTS` entries, by joining neighbours."""
-    size = -(-len(steps) // _POINTS)
+def thinned(steps: Sequence[StepTimes], most: int) -> list[StepTimes]:
+    """At most so many entries, by joining neighbours."""
+    size = max(1, -(-len(steps) // most))
     return [_joined(steps[k : k + size]) for k in range(0, len(steps), size)]
 
 

@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.account.attribution import BETWEEN, WAITING, WORKING, LostTime
 from penstock.account.history import History
@@ -20,6 +21,7 @@ from penstock.observe.charts import (
     memory_charts,
     run_memory_charts,
     staircase,
+    thinned,
 )
 from penstock.observe.findings import MEANINGS, PARTS, Findings, awaited, remedy, rounded, where
 from penstock.plan.plan import Plan
@@ -33,6 +35,7 @@ _SCALES = (
     (1e-3, 1e3, "ms", "milliseconds"),
     (0.0, 1e6, "us", "microseconds"),
 )
+_ENTRIES = 4096  # of the times of steps, in the data of a page: half a megabyte
 _NAMED = 3  # of those that a worker waited for
 _DIGITS = 3  # after the point, of seconds in tables
 
@@ -139,7 +142,8 @@ def report_html(history: History, other: History | None = None) -> str:
         parts_compared=_parts_compared(found, compared) if compared is not None else [],
         other_about=other.about if other is not None else None,
         staircase=Markup(_embedded(staircase(found))),
-        raw=Markup(_embedded(history)),
+        raw=Markup(_embedded(replace(history, steps=thinned(history.steps, _ENTRIES)))),
+        is_thinned=len(history.steps) > _ENTRIES,
         style=Markup(here.joinpath("report.css").read_text("utf-8")),
         script=Markup(here.joinpath("report.js").read_text("utf-8")),
     )

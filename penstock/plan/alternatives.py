@@ -41,12 +41,17 @@ def alternatives(profile: Profile, memory: Memory, replicas: bool = True) -> lis
 
 
 def one_device(profile: Profile, memory: Memory) -> Candidate:
-    """The first device alone, at the best of the measured micro-batch sizes."""
-    return _replicated(profile, memory, "one device", profile.devices[:1])
+    """The fastest device alone, at the best of the measured micro-batch sizes."""
+    kinds = dict.fromkeys(profile.devices)
+    every = [_replicated(profile, memory, "one device", [device]) for device in kinds]
+    return min(every, key=lambda candidate: candidate.seconds)
 
 
 def data_parallel(profile: Profile, memory: Memory) -> Candidate:
     """A replica of the model on every device, each with its share of the batch's rows."""
+    if profile.batch_size < len(profile.devices):
+        why = f"{len(profile.devices)} replicas cannot share {profile.batch_size} rows"
+        return _impossible(profile, "data parallel", len(profile.devices), why)
     return _replicated(profile, memory, "data parallel", profile.devices)
 
 
@@ -67,16 +72,8 @@ def _replicated(profile: Profile, memory: Memory, way: Way, devices: Sequence[st
                 seconds = count * float(layout.seconds.sum()) + actions
                 options.append((seconds, count, held))
         if not options:
-            return Candidate(
-                way=way,
-                schedule="",
-                num_microbatches=1,
-                replicas=len(devices),
-                predicted_step_seconds=None,
-                threads=profile.threads,
-                only_compared=True,
-                why="a whole model does not fit the memory",
-            )
+            why = "a whole model does not fit the memory"
+            return _impossible(profile, way, len(devices), why)
         slowest = max(slowest, min(options))
     seconds, count, held = slowest
     return Candidate(
@@ -88,6 +85,19 @@ def _replicated(profile: Profile, memory: Memory, way: Way, devices: Sequence[st
         threads=profile.threads,
         memory_bytes=round(held),
         only_compared=True,
+    )
+
+
+def _impossible(profile: Profile, way: Way, replicas: int, why: str) -> Candidate:
+    return Candidate(
+        way=way,
+        schedule="",
+        num_microbatches=1,
+        replicas=replicas,
+        predicted_step_seconds=None,
+        threads=profile.threads,
+        only_compared=True,
+        why=why,
     )
 
 

@@ -14,7 +14,15 @@ from penstock.plan.fit import Room, fit
 from penstock.plan.layout import Layout, Memory, Span, Stretch
 from penstock.plan.partition import partition
 from penstock.plan.plan import Plan
-from penstock.schedule import SCHEDULES, Rules, Schedule, build, check, placement_of
+from penstock.schedule import (
+    SCHEDULES,
+    Rules,
+    Schedule,
+    StagesPerWorker,
+    build,
+    check,
+    placement_of,
+)
 from penstock.simulate import Simulator
 
 # In order of preference among equals: what is simplest and holds least, first.
@@ -211,6 +219,12 @@ class Option:
                 memory_bytes=round(peak),
                 recompute=stretch.recompute,
             )
+
+
+def usual_stages(name: str, workers: int) -> int:
+    """With how many stages a schedule is tried if no number is asked for."""
+    is_one = SCHEDULES[name].stages_per_worker is StagesPerWorker.ONE
+    return workers * (1 if is_one else STAGES_PER_WORKER)
 
 
 def cutter_for(

@@ -29,7 +29,11 @@ HALF = ("bfloat16", "float16")
 """The half-precision dtypes to which boundary values may be rounded."""
 
 WORTH_FEWER = 1.02
-"""How many times as fast fewer devices have to be to be preferred: a profile has some noise."""
+"""How many times as fast fewer workers have to be to be preferred: a profile has some noise.
+
+Also if they have as many cores: one worker's threads wait for each other in every operation, so
+that it suffers most where something else runs.
+"""
 
 SHORT = 0.05
 """Steps that take fewer seconds than this may be as fast on one worker with one thread.

@@ -156,9 +156,13 @@ def _on_all(profile: Profile, request: Request, limits: Limits) -> Iterator[_Cas
         able = [count for count in counts if count >= replicas]
         if not able:
             if not is_free:
+                rows = profile.batch_size
+                few = f"{replicas} replicas cannot share"
                 yield PlanError(
-                    f"{replicas} replicas cannot share {max(counts)} micro-batches: use "
-                    f"num_microbatches={replicas} or more, or fewer replicas"
+                    f"{few} {rows} rows; give more"
+                    if rows < replicas
+                    else f"{few} {max(counts)} micro-batches: use num_microbatches={replicas} or "
+                    "more, or fewer replicas"
                 )
             continue
         for own, by_count in zip(ordered, layouts, strict=True):

@@ -114,7 +114,9 @@ class Layout:
         mean: Floats = np.mean([totals[size] for size in self.rows], axis=0)
         self.seconds = mean
         # The pipeline may fill and drain with its smallest micro-batch: no bound may count more.
-        self.least_fill = float(np.min(totals[min(self.rows)] / np.maximum(mean, 1e-12)))
+        takes_time = mean > 0
+        ratios = totals[min(self.rows)][takes_time] / mean[takes_time]
+        self.least_fill = float(ratios.min(initial=1.0))
 
     @property
     def most_rows(self) -> int:

@@ -21,6 +21,7 @@ from penstock.plan.layout import Layout, Memory
 from penstock.plan.plan import Plan
 from penstock.plan.request import Auto, Request
 from penstock.plan.shares import Sums, dealt, rows_of_replicas
+from penstock.plan.shortage import NothingFitsError
 from penstock.plan.stages import StageSearch, nth_smallest
 from penstock.profile.data import Link, Profile
 from penstock.profile.rows import split_rows
@@ -257,7 +258,13 @@ class _Division:
         )
         found: list[_Tried] = []
         trying = most if self.are_alike else max(most, _TRIED)
-        options = search.ordered(trying)
+        try:
+            options = search.ordered(trying)
+        except NothingFitsError as error:
+            error.replicas, error.batch_size = replicas, whole
+            raise
+        if wanted == "auto" and self.request.replicas == "auto":
+            options = self._accepted(options, part)
         for option in options[:trying]:
             total = self._total(option.layout.count, part)
             effort -= 2 * total * len(option.stretches) + _TRYING * len(self.different)
@@ -278,6 +285,28 @@ class _Division:
                 "fit that of the others"
             )
         return found
+
+    def _accepted(self, options: Sequence[Option], part: float) -> list[Option]:
+        """Those without micro-batches that are smaller than all that were measured.
+
+        The model may not take them: BatchNorm, for one, refuses a single row.
+
+        Raises:
+            PlanError: there are none.
+        """
+        profile = self.profile
+        least = max(profile.on(device).rows[0] for device in profile.devices)
+        accepted = [
+            option
+            for option in options
+            if profile.batch_size // self._total(option.layout.count, part) >= least
+        ]
+        if not accepted:
+            raise PlanError(
+                f"{self.sharing.replicas} replicas would have micro-batches of fewer than {least} "
+                "rows, the fewest that were measured"
+            )
+        return accepted
 
     def _total(self, count: int, part: float) -> int:
         """How many micro-batches all replicas run, if one of them runs `count`, a part of them."""

@@ -125,10 +125,13 @@ def _on_any(profiles: Sequence[Profile], request: Request, most: int, limits: Li
         others = alternatives(profiles[0], memory)
         return plans_of_stages(profiles[0], request, most, others, memory=memory)
     found: list[Plan] = []
-    errors: list[PlanError] = []
-    for profile in profiles:
-        found += _of_all_kinds(profile, request, most, limits, errors)
     fewer: list[Plan] = []
+    errors: list[PlanError] = []
+    workers = max(len(profile.devices) for profile in profiles)
+    for profile in profiles:
+        is_alone = len(profile.devices) == 1 < workers
+        plans = _of_all_kinds(profile, request, most, limits, errors)
+        (fewer if is_alone else found).extend(plans)
     measured = {(own.devices[0], own.threads) for own in profiles if len(own.devices) == 1}
     for profile in () if limits.all_devices else profiles:
         unknown = [
@@ -198,10 +201,10 @@ def _compared(found: Sequence[Plan], fewer: Sequence[Plan], most: int) -> list[P
         fewer: plans that leave out devices; preferred if they are clearly faster.
         most: how many plans.
     """
-    ordered = [*found, *fewer]
+    best, *others = [*found, *fewer]
     if fewer and (not found or _seconds(found[0]) >= WORTH_FEWER * _seconds(fewer[0])):
-        ordered = [*fewer[:1], *sorted([*found, *fewer[1:]], key=_seconds)]
-    ordered = _fewer_threads_first(ordered)
+        best, *others = [fewer[0], *found, *fewer[1:]]
+    ordered = _fewer_threads_first([best, *sorted(others, key=_seconds)])
     best = ordered[0]
     every = [candidate for plan in ordered for candidate in plan.considered]
     ways = {candidate.way for candidate in every if not candidate.only_compared}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, permutations
 from typing import NamedTuple
@@ -21,11 +22,11 @@ from penstock.errors import PlanError
 from penstock.plan.candidates import (
     EQUAL,
     PREFERENCE,
-    STAGES_PER_WORKER,
     UNLIKELY,
     Option,
     cutter_for,
     fastest,
+    usual_stages,
 )
 from penstock.plan.cutting import Cutter
 from penstock.plan.decisions import Candidate
@@ -35,7 +36,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.request import Auto, Request
 from penstock.plan.shortage import NothingFitsError
 from penstock.profile.data import Profile
-from penstock.schedule import SCHEDULES, StagesPerWorker
+from penstock.schedule import SCHEDULES
 from penstock.units import show_bytes
 
 EFFORT = 1_500_000.0
@@ -109,10 +110,11 @@ def orders_of(profile: Profile, request: Request) -> list[tuple[str, ...]]:
     orders = [profile.devices]
     for count in microbatch_counts(profile, request.num_microbatches):
         layout = Layout(one_each, count)
-        found = partition(
-            layout.seconds, counts=counts, num_microbatches=count, allowed=layout.allowed
-        )
-        orders.append(tuple(kinds[kind] for kind in found.devices))
+        with suppress(PlanError):  # there are too few places to cut, or too many orders
+            found = partition(
+                layout.seconds, counts=counts, num_microbatches=count, allowed=layout.allowed
+            )
+            orders.append(tuple(kinds[kind] for kind in found.devices))
     return list(dict.fromkeys(orders))
 
 
@@ -312,8 +314,7 @@ class StageSearch:
         elif wanted != "auto":
             numbers = [wanted * self.workers]
         else:
-            several = recipe.stages_per_worker is not StagesPerWorker.ONE
-            numbers = [(STAGES_PER_WORKER if several else 1) * self.workers]
+            numbers = [usual_stages(name, self.workers)]
         if self.request.schedule == name:
             for number in numbers:
                 recipe.workers(number, self.workers)  # raises where that does not work out

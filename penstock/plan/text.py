@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.display.tables import aligned
-from penstock.plan.decisions import Candidate, Decisions, StagePlan, Way, fastest_of
+from penstock.plan.decisions import (
+    WORTH_FEWER,
+    Candidate,
+    Decisions,
+    StagePlan,
+    Way,
+    fastest_of,
+)
 from penstock.profile.data import Profile
 from penstock.units import show_bytes, show_seconds
 
@@ -40,7 +49,9 @@ def summary(plan: Decisions) -> str:
     if len(plan.devices) == 1:
         return prediction(plan)
     alone, parallel, _ = _predicted(plan)
-    others = f"one device {_fitting(alone)}; data parallel {_fitting(parallel)}"
+    others = f"one device {_fitting(alone)}"
+    if plan.batch_size >= len(plan.devices):
+        others += f"; data parallel {_fitting(parallel)}"
     return f"{prediction(plan)}; {others}"
 
 
@@ -79,24 +90,35 @@ def verdict(plan: Decisions) -> str:
             "worth it here."
         )
     if beaten_by == "data parallel":
-        on_cpus = all(device == "cpu" for device in plan.devices) and not plan.note
-        how = _IN_ORDER.format(len(plan.devices)) if on_cpus else _RING
+        how = "" if plan.note else f"; {_how_to_have_it(plan.devices)}"
         return (
             f"Data parallelism is predicted to be faster ({show_seconds(parallel)}): a replica of "
-            f"the model on every device; {how}."
+            f"the model on every device{how}."
         )
     if len(plan.devices) == 1:
         return _of_one_worker(plan)
     if plan.replicas == 1:
         what, other = "Splitting is", _against(here, parallel, "data parallelism")
-        if plan.inference and plan.data_parallel_seconds is None:
+        few = plan.batch_size < len(plan.devices)
+        if few or (plan.inference and plan.data_parallel_seconds is None):
             other = ""  # a micro-batch is on one replica, so one of them has no data parallelism
     else:
         split = fastest_of(c for c in plan.considered if c.replicas == 1 and c.way == "pipeline")
         what = f"{plan.replicas} replicas are"
         other = "" if split is None else _against(here, split, "one replica")
+    if alone < here:
+        return _though_slower(plan, what, alone, "one device alone")
     compared = ", ".join(filter(None, (_against(here, alone, "one device"), other)))
     return f"{what} predicted to be the fastest: {_each(plan)}, {compared}."
+
+
+def _how_to_have_it(devices: Sequence[str]) -> str:
+    """What runs a replica on each of these devices."""
+    kinds = {device.partition(":")[0] for device in devices}
+    if len(kinds) > 1:
+        return _RING
+    where = "" if kinds == {"cpu"} else "in threads and under torchrun, "
+    return where + _IN_ORDER.format(len(devices))
 
 
 def _each(plan: Decisions) -> str:
@@ -118,10 +140,19 @@ def _of_one_worker(plan: Decisions) -> str:
         which = f"One worker with {plan.threads} intra-op threads"
     if best is None:
         return f"{which} is all that fits the memory: {_each(plan)}."
+    if best < here:
+        return _though_slower(plan, f"{which} is", best, "the best plan of several workers")
     return (
         f"{which} is predicted to be the fastest: {_each(plan)}, "
         f"{_against(here, best, 'the best plan of several workers')}."
     )
+
+
+def _though_slower(plan: Decisions, what: str, other: float, name: str) -> str:
+    """What is said of a plan that was chosen though another is predicted to be faster."""
+    is_close = plan.predicted_step_seconds < WORTH_FEWER * other
+    close = ": a difference within the noise of a profile" if is_close else ""
+    return f"{what} predicted to take {_each(plan)}, and {name} {show_seconds(other)}{close}."
 
 
 def _left_out(plan: Decisions) -> list[Candidate]:
@@ -174,7 +205,7 @@ def launches(plan: Decisions, profile: Profile) -> list[str]:
         if share < _WAITING:
             continue
         ways = ["larger micro-batches are launched less often"]
-        if name.startswith("cuda"):
+        if name.startswith("cuda") and plan.replicas == 1:  # both are for one replica
             ways.insert(0, "cuda_graphs=True launches a stage at once")
             if len(plan.devices) > 1:
                 ways.insert(1, 'with workers="processes" every GPU has an interpreter of its own')

@@ -266,6 +266,7 @@ def _what_if_flow(profile: Profile, case: WhatIf, replicas: int, note: str) -> P
         inference=True,
         in_flight=case.in_flight,
     )
+    request.check_count(rows)
     outcome = Predicted(case, replicas, case.workers // replicas, rows, None, note=note)
     alone = msgspec.structs.replace(_machines(profile, case, 1, rows), capacity={})
     one = replace(request, memory_limit=None, replicas=1)
@@ -294,8 +295,8 @@ def _what_if_planned_flow(plan: Plan, case: WhatIf) -> Predicted:
         {
             "workers": (case.workers, len(plan.devices)),
             "replicas": (replicas, plan.replicas),
-            "rows in a micro-batch": (case.microbatch_size, plan.microbatch_size),
             "rows in a batch": (case.batch or plan.batch_size, plan.batch_size),
+            "rows in a micro-batch": (_largest(case, replicas), plan.microbatch_size),
             "groups in flight": (case.in_flight or plan.groups, plan.groups),
         }
     )
@@ -416,8 +417,8 @@ def _planned_schedule(plan: Plan, case: WhatIf) -> Schedule:
     compared = {
         "workers": (case.workers, len(plan.devices)),
         "replicas": (case.replicas or 1, 1),
-        "rows in a micro-batch": (case.microbatch_size, plan.microbatch_size),
         "rows in a batch": (case.batch or plan.batch_size, plan.batch_size),
+        "rows in a micro-batch": (_largest(case, 1), plan.microbatch_size),
         "stages": (case.per_worker * case.workers, len(plan.stages)),
     }
     if case.schedule == "fitted":
@@ -432,6 +433,13 @@ def _planned_schedule(plan: Plan, case: WhatIf) -> Schedule:
             "profile that the plan was made from, or plan again"
         )
     return build(case.schedule, len(plan.stages), case.num_microbatches, num_workers=case.workers)
+
+
+def _largest(case: WhatIf, replicas: int) -> int:
+    """The rows of the largest micro-batch."""
+    if case.batch is None:
+        return case.microbatch_size
+    return -(-case.batch // (case.num_microbatches * replicas))
 
 
 def _check_planned(compared: Mapping[str, tuple[int, int]]) -> None:

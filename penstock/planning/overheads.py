@@ -65,7 +65,9 @@ def are_known(devices: Sequence[torch.device], kind: str, threads: int) -> bool:
         kind: theirs, as of `LinkProbe`.
         threads: intra-op threads of each CPU worker.
     """
-    return len(devices) < 2 or _read(ProfileCache(), _key(devices, kind, threads)) is not None
+    on_cpus = any(device.type == "cpu" for device in devices)
+    key = _key(devices, kind, threads if on_cpus else 0)  # as a profile has them
+    return len(devices) < 2 or _read(ProfileCache(), key) is not None
 
 
 def _key(devices: Sequence[torch.device], kind: str, threads: int) -> str:
@@ -80,5 +82,5 @@ def _read(cache: ProfileCache, key: str) -> Overheads | None:
         return None
     try:
         return msgspec.json.decode(data, type=Overheads)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -108,6 +108,7 @@ def decide_plan(
                     "penstock plan --inference or ps.plan(..., inference=True), or leave out "
                     "inference="
                 )
+            _check_same(made, request, tune)
             _check_room(made, request)
             backend.take(made, is_given=True)
             backend.check_replicas(made.replicas)
@@ -147,6 +148,23 @@ def warn_of_launches(planned: Planned) -> None:
     if planned.profile is not None:
         for sentence in launches(planned.plan, planned.profile):
             _LOG.warning(sentence)
+
+
+def _check_same(plan: Plan, request: Request, tune: bool) -> None:
+    """Raise if something is asked for that the plan which was given has otherwise.
+
+    Raises:
+        InputError: it has.
+    """
+    if tune:
+        raise InputError("tune= chooses among plans, and one was given: leave out tune= or plan=")
+    for name in ("num_microbatches", "schedule", "replicas"):
+        wanted, found = getattr(request, name), getattr(plan, name)
+        if wanted not in ("auto", found):
+            raise InputError(
+                f"{name}={wanted!r}, and the plan that was given has {name}={found!r}: leave out "
+                f"{name}=, or plan="
+            )
 
 
 def _check_room(plan: Plan, request: Request) -> None:
@@ -255,7 +273,12 @@ def plan_on_others(of: Replanning) -> Planned:
 
 
 def _planned(plan: Plan, costs: Sequence[Profile]) -> Planned:
-    """A plan, with the one of these profiles that was measured for its workers and their threads.
+    """A plan, with its own of these profiles."""
+    return Planned(plan, profile_of(plan, costs))
+
+
+def profile_of(plan: Plan, costs: Sequence[Profile]) -> Profile:
+    """The one of these profiles that was measured for a plan's workers and their threads.
 
     For one worker of several that is a part of theirs.
     """
@@ -263,7 +286,7 @@ def _planned(plan: Plan, costs: Sequence[Profile]) -> Planned:
     fitting = [own for own in same if len(own.devices) == len(plan.devices)]
     if not fitting and len(plan.devices) == 1:
         fitting = [own.alone(plan.devices[0]) for own in same if plan.devices[0] in own.devices]
-    return Planned(plan, (fitting or same)[0])
+    return (fitting or same)[0]
 
 
 def _now(of: Replanning, best: Plan, costs: Sequence[Profile]) -> tuple[Plan | None, float]:

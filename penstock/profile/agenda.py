@@ -138,9 +138,11 @@ class Agenda:
         if not is_brief:
             self._prices[rows] = took
 
-    def refuse(self, rows: int) -> None:
-        """Leave out a size, in rows, that the model does not take."""
-        self._tried.add(rows)
+    def refuse(self, rows: int, and_larger: bool = False) -> None:
+        """Leave out a size, in rows, that the model does not take, and perhaps all larger ones."""
+        larger = [n for n in (*self._basic, *self._even) if and_larger and n > rows]
+        self._tried |= {rows, *larger}
+        self._again |= self._costs.keys() & {rows, *larger}  # not a second time either
 
     def _affordable(self, rows: int, more: float = 0.0) -> bool:
         """Whether there is time for a size, with so many seconds more."""

@@ -175,9 +175,8 @@ def cache_key(program: Program, leaves: Sequence[Any], settings: Sequence[Any]) 
     """
     model = program.model
     described = [
-        *TorchSettings.here().precisions,
+        *map(str, TorchSettings.here(accelerator())),
         *(f"{device} {dtype}" for device, dtype in ambient().casting),
-        torch.are_deterministic_algorithms_enabled(),
         program.fingerprint,
         repr(model),  # what closed modules are made of, as far as they say
         [_made_of(module) for module in model.modules()],
@@ -217,7 +216,8 @@ def _made_of(module: nn.Module) -> list[str]:
 def _describe(leaf: object) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
-    return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.requires_grad} {leaf.is_meta}"
+    layout = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+    return f"{leaf.dtype} {tuple(leaf.shape)} {layout} {leaf.requires_grad} {leaf.is_meta}"
 
 
 def _machine() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar
@@ -21,6 +22,7 @@ from penstock.capture.one_replica import why_no_recomputing, why_one_replica
 from penstock.capture.preserve import objects_kept
 from penstock.capture.randomness import generators_kept
 from penstock.capture.states import check_parts, states_in
+from penstock.devices.allocator import give_back_freed_memory
 from penstock.devices.kinds import kind_of
 from penstock.display.terminal import Progress
 from penstock.profile.agenda import Agenda
@@ -163,7 +165,10 @@ def profiles(
     ]
     kinds = dict.fromkeys(kind for devices, _ in choices for kind in devices)
     with objects_kept(program.model.modules()), generators_kept(map(torch.device, kinds)):
-        return _in_turns(works)
+        try:
+            return _in_turns(works)
+        finally:
+            give_back_freed_memory()  # workers may be other processes, and need it there
 
 
 def _in_turns(works: Sequence[Generator[None, None, T]]) -> list[T]:
@@ -302,10 +307,14 @@ def _measured(
         try:
             new = {kind: team.measure(*batch_of(rows), brief) for kind, team in teams.items()}
         except Exception as error:  # BatchNorm, for one, refuses a single value per channel
-            if any(found.values()):
+            too_large = isinstance(error, torch.OutOfMemoryError)
+            if too_large:
+                traceback.clear_frames(error.__traceback__)  # they hold its activations
+            if not any(found.values()):
+                refusal = error
+            elif not too_large:
                 raise
-            refusal = error
-            agenda.refuse(rows)
+            agenda.refuse(rows, and_larger=too_large)
             continue
         for kind, passes in new.items():
             found[kind][rows] = _better(found[kind].get(rows, passes), passes)

@@ -190,8 +190,11 @@ class Team:
         except BaseException:  # Ctrl-C: the workers stop after the pass that they are in
             barrier.abort()
             raise
-        if errors:
-            raise errors[0]
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()  # or an error would hold itself, by way of frames, and all they hold
 
     def nests(self, leaves: Sequence[Any], sizes: Sizes) -> bool:
         """Whether the backward runs another one in it; not known with made-up weights."""

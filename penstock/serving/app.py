@@ -6,19 +6,21 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.board.browsers import is_on_purpose
 from penstock.errors import InputError
 from penstock.serving.answers import Answer, Reason
 from penstock.serving.completions import CompletionRequest, Reader
@@ -33,6 +35,7 @@ _LOG = logging.getLogger("penstock")
 _BODY = 16 << 20  # bytes that a request may have
 _WRITING = 10.0
 """Seconds for which a response may wait for its client after the time of the request."""
+_OF_PAGES = ("origin", "sec-fetch-site")  # every POST that a page sends has one of them
 _CLOSED = 499  # the status that nginx logs for a client that went away; nobody gets it
 
 
@@ -148,16 +151,26 @@ class Endpoints:
         counts: of requests.
         timeout: seconds that a request may take.
         reader: reads requests for completions.
+        any_name: whether clients may call this machine by any name, as of `is_on_purpose`.
+        origins: of pages that may ask from elsewhere.
     """
 
     def __init__(
-        self, served: Served, engine: Engine, counts: Counts, timeout: float, reader: Reader
+        self,
+        served: Served,
+        engine: Engine,
+        counts: Counts,
+        timeout: float,
+        reader: Reader,
+        any_name: bool = False,
+        origins: Collection[str] = (),
     ) -> None:
         self._served = served
         self._engine = engine
         self._counts = counts
         self._timeout = timeout
         self._reader = reader
+        self._any_name, self._origins = any_name, origins
         self._since = int(time.time())
         self._example = served.example(1)
 
@@ -204,6 +217,7 @@ class Endpoints:
         async def endpoint(request: Request) -> Response:
             since = time.monotonic()
             try:
+                self._check_on_purpose(request)
                 body = await asyncio.wait_for(_body(request), self._timeout)
                 return await answer(request, body, since)
             except TimeoutError:
@@ -224,6 +238,25 @@ class Endpoints:
 
         return endpoint
 
+    def _check_on_purpose(self, request: Request) -> None:
+        """Raise if the page of a stranger may have had somebody's browser send this `POST`.
+
+        Raises:
+            Refusal: it may.
+        """
+        sent = {name: request.headers.get(name) for name in ("host", *_OF_PAGES)}
+        is_of_page = any(sent[name] is not None for name in _OF_PAGES)
+        if not is_of_page or sent["origin"] in self._origins:
+            return
+        if not is_on_purpose(request.headers, self._any_name):
+            shown = ", ".join(f"{name}: {value}" for name, value in sent.items() if value)
+            raise Refusal(
+                403,
+                f"this comes from a page of another site in a browser ({shown}). If that may use "
+                f"the server, start it with --origin {sent['origin'] or 'URL'}",
+                code="forbidden",
+            )
+
     def _count(self, refusal: Refusal, since: float) -> None:
         if refusal.status == 504:
             self._counts.ended("timeout", since)
@@ -234,11 +267,13 @@ class Endpoints:
 
     async def _completions(self, request: Request, body: dict[str, Any], since: float) -> Response:
         self._check_generates()
-        return await self._generate(request, self._reader.completion(body), False, since)
+        wanted = await run_in_threadpool(self._reader.completion, body)  # long texts take long
+        return await self._generate(request, wanted, False, since)
 
     async def _chat(self, request: Request, body: dict[str, Any], since: float) -> Response:
         self._check_generates()
-        return await self._generate(request, self._reader.chat(body), True, since)
+        wanted = await run_in_threadpool(self._reader.chat, body)
+        return await self._generate(request, wanted, True, since)
 
     def _check_generates(self) -> None:
         if not self._served.generates:

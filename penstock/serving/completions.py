@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from penstock.serving.text import Stopping
 _TOKENS = 16  # that are generated if /v1/completions does not say how many, as OpenAI's does
 _STOPS = 4  # stop sequences that a request may have, as OpenAI's
 _SEEDS = 1 << 63
+_STARTS = 1  # tokens that a decoder beside an encoder begins with; the prompt is the encoder's
 
 MOST_PROMPT = 8192
 """Tokens that a prompt may have if nobody says more."""
@@ -124,15 +125,24 @@ class Reader:
         served: the model.
         most: the most tokens that a request may ask for, for each sequence.
         most_prompt: the most tokens that a prompt may have.
+        check_count: raises if a request has more prompts than there is room for; it is called
+            before anything is made of them.
 
     Attributes:
         ends: tokens that end a sequence.
         has_chat: whether the tokenizer knows how messages are written.
     """
 
-    def __init__(self, served: Served, most: int, most_prompt: int = MOST_PROMPT) -> None:
+    def __init__(
+        self,
+        served: Served,
+        most: int,
+        most_prompt: int = MOST_PROMPT,
+        check_count: Callable[[int], None] = lambda count: None,
+    ) -> None:
         self._served = served
         self._most, self._most_prompt = most, most_prompt
+        self._check_count = check_count
         config: Any = getattr(served.model, "config", None)
         generation = getattr(served.model, "generation_config", None)
         of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -202,8 +212,9 @@ class Reader:
             ids = torch.tensor([list(prompt)], dtype=torch.long)
             own = {**arguments, "attention_mask": torch.ones_like(ids)}
             if requested.stop:
+                before = _STARTS if self._is_encoder_decoder else len(prompt)
                 own["stopping_criteria"] = [
-                    Stopping(self._served.tokenizer, requested.stop, len(prompt))
+                    Stopping(self._served.tokenizer, requested.stop, before)
                 ]
             group = Group(range(1), (ids,), own)
             jobs.append(Job(group, seed_of(seed, k), streams=True))
@@ -250,6 +261,7 @@ class Reader:
                 f"prompt={_short(given)} must be a text, a list of token numbers, or a list of "
                 "texts or of such lists",
             )
+        self._check_count(len(prompts))
         return [self._tokens("prompt", prompt) for prompt in prompts]
 
     def _tokens(self, name: str, prompt: Any, special: bool = True) -> list[int]:

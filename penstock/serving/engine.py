@@ -114,6 +114,23 @@ class Engine:
 
     # -- for other threads ------------------------------------------------------------------
 
+    def check_count(self, count: int) -> None:
+        """Raise if a request has more jobs than there is ever room for.
+
+        Args:
+            count: how many jobs it has.
+
+        Raises:
+            Refusal: it has too many.
+        """
+        if count > self._most:
+            raise Refusal(
+                400,
+                f"a request for {count} sequences is refused, as the server has room for "
+                f"{self._most} in all: split it, or start the server with a larger --queue",
+                param="prompt",
+            )
+
     def submit(self, jobs: Sequence[AnyJob], emit: Emit) -> Ticket:
         """Have these jobs done.
 
@@ -124,13 +141,7 @@ class Engine:
         Raises:
             Refusal: there are too many jobs, or the server stops.
         """
-        if len(jobs) > self._most:
-            raise Refusal(
-                400,
-                f"a request for {len(jobs)} sequences is refused, as the server has room for "
-                f"{self._most} in all: split it, or start the server with a larger --queue",
-                param="prompt",
-            )
+        self.check_count(len(jobs))
         with self._lock:
             if self._refuses is not None:
                 raise Refusal(503, self._refuses, code="not_serving")

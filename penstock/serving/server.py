@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from penstock.pipeline import Pipeline
 from penstock.plan import Plan
 from penstock.serving.app import Endpoints
 from penstock.serving.completions import MOST_PROMPT, ONE_BEAM, Reader
+from penstock.serving.connections import Connection
 from penstock.serving.counting import Counts
 from penstock.serving.engine import Engine, Work
 from penstock.serving.predictor import Predictor
@@ -58,6 +60,7 @@ class Settings:
         grace: seconds that requests may go on for when the server is stopped.
         max_tokens: the most tokens that a request may ask for, for each sequence.
         max_prompt: the most tokens that a prompt may have.
+        origins: of pages that may use the server from elsewhere, such as `https://app.example`.
     """
 
     host: str = "127.0.0.1"
@@ -75,6 +78,7 @@ class Settings:
     grace: float = 30.0
     max_tokens: int = 1024
     max_prompt: int = MOST_PROMPT
+    origins: Sequence[str] = ()
 
 
 class Server:
@@ -111,11 +115,14 @@ class Server:
             most = width + settings.queue
             self._engine = Engine(work, most, sessions.drop, sessions.check)
             counts = Counts(self.pipe.status, lambda: self._engine.open, sessions.held)
-            reader = Reader(served, settings.max_tokens, settings.max_prompt)
-            endpoints = Endpoints(served, self._engine, counts, settings.timeout, reader)
+            limits = settings.max_tokens, settings.max_prompt
+            reader = Reader(served, *limits, self._engine.check_count)
+            host, port = listener.getsockname()[:2]
+            any_name = not ip_address(host).is_loopback
+            allowed = any_name, settings.origins
+            endpoints = Endpoints(served, self._engine, counts, settings.timeout, reader, *allowed)
             self._listener = listener
             self._http = uvicorn.Server(_config(endpoints, settings.grace))
-            host, port = listener.getsockname()[:2]
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             self._stack = stack.pop_all()
 
@@ -240,7 +247,7 @@ def _config(endpoints: Endpoints, grace: float) -> uvicorn.Config:
     return uvicorn.Config(
         endpoints.app(),
         loop="asyncio",
-        http="h11",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_level="warning",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # what bytes decode to that begin a character
+_MARKS = range(0xD800, 0xE000)  # lone surrogates, which no text has
+_WITHOUT_MARKS = dict.fromkeys(_MARKS)
 
 
 class Text:
@@ -14,7 +16,8 @@ class Text:
     Args:
         tokenizer: as of transformers; `None` for the numbers of tokens, with spaces between them.
         ends: tokens that end a sequence and are no text.
-        stop: texts that end it; they and what is after them are left out.
+        stop: texts that end it; they and what is after them are left out. They may have special
+            tokens, which otherwise are no text.
 
     Attributes:
         tokens: how many have come.
@@ -24,7 +27,8 @@ class Text:
     def __init__(self, tokenizer: Any, ends: Iterable[int] = (), stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
-        self._stop = stop
+        self._marks, marked = _marks(tokenizer, stop)
+        self._stop = [*stop, *marked]
         self._ids: list[int] = []
         self._shown = self._read = 0  # in `_ids`: where decoding begins, and how many were shown
         self._held = ""  # text that may be the beginning of a stop sequence
@@ -43,12 +47,13 @@ class Text:
                 pieces.append(self._rest())
             else:
                 self._ids.append(token)
-                pieces.append(self._sure(self._decoded(is_end=False)))
-        return "".join(pieces)
+                mark = self._marks.get(token, "")
+                pieces.append(self._sure(self._decoded(is_end=False) + mark))
+        return "".join(pieces).translate(_WITHOUT_MARKS)
 
     def end(self) -> str:
         """No token comes any more; returns the text that was held back."""
-        return "" if self.stopped else self._rest()
+        return "" if self.stopped else self._rest().translate(_WITHOUT_MARKS)
 
     def _rest(self) -> str:
         rest = self._until_stop(self._held + self._decoded(is_end=True))
@@ -100,6 +105,28 @@ class Text:
             return text
         self.stopped = True
         return text[: min(found)]
+
+
+def _marks(tokenizer: Any, stop: Sequence[str]) -> tuple[Mapping[int, str], Sequence[str]]:
+    """A character for each special token that stop sequences have, and these with it instead.
+
+    Decoding leaves special tokens out, so they are looked for by such a character.
+
+    Args:
+        tokenizer, stop: as of `Text`.
+    """
+    known = getattr(tokenizer, "added_tokens_decoder", {}) if stop else {}
+    special = {
+        number: token.content
+        for number, token in known.items()
+        if token.special and any(token.content in each for each in stop)
+    }
+    longest_first = sorted(special, key=lambda number: -len(special[number]))
+    marks = dict(zip(longest_first, map(chr, _MARKS), strict=False))
+    marked = list(stop)
+    for number, mark in marks.items():
+        marked = [each.replace(special[number], mark) for each in marked]
+    return marks, marked if marks else ()
 
 
 class Stopping:

@@ -173,10 +173,28 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (dict, OrderedDict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        items = {plain(key): plain(item) for key, item in value.items()}
+        versions = versions_of(value)
+        return items if versions is None else with_versions(items, plain(dict(versions)))
     if type(value) in (list, tuple):
         return type(value)(plain(item) for item in value)
     return value
+
+
+def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The versions of modules that a state dict has, by their names."""
+    found: Mapping[str, Any] | None = getattr(state, "_metadata", None)
+    return found
+
+
+def with_versions(
+    state: Mapping[str, Any], versions: Mapping[str, Any] | None
+) -> OrderedDict[str, Any]:
+    """A state dict that has the versions of modules; some refuse to load one without."""
+    found = OrderedDict(state)
+    if versions is not None:
+        vars(found)["_metadata"] = OrderedDict(versions)
+    return found
 
 
 def _check_loads(states: States) -> None:
@@ -228,7 +246,9 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (dict, OrderedDict):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        items = {key: _mapped(item, change) for key, item in value.items()}
+        versions = versions_of(value)
+        return items if versions is None else with_versions(items, versions)
     if type(value) in (list, tuple):
         return type(value)(_mapped(item, change) for item in value)
     return value

@@ -32,8 +32,16 @@ _INSTEAD = {
         ("half", "bfloat16", "float", "double", "type"),
         "convert the model before the pipeline is built, or use torch.autocast around its calls",
     ),
+    **dict.fromkeys(
+        (
+            *("register_forward_hook", "register_forward_pre_hook"),
+            *("register_full_backward_hook", "register_full_backward_pre_hook"),
+        ),
+        "register hooks of the whole model before the pipeline is built",
+    ),
     "save_pretrained": "pipe.model.save_pretrained(folder, state_dict=pipe.state_dict())",
 }
+_NOT_DIVIDED = ("LBFGS", "Optimizer")  # of the classes of torch.optim
 _TARGETS = ("targets", "labels", "label", "y", "tgt", "targ")
 _LOSSES = ("loss", "criterion", "loss_function", "lossfn")
 _OPTIONS = ("loss_fn", "target", "weight", "loss_kwargs", "metrics", "outputs", "scaler")
@@ -70,12 +78,15 @@ def optimizer_class(kind: object) -> type[Optimizer]:
     example = "pipe.optimizer(torch.optim.AdamW, lr=1e-3)"
     if isinstance(kind, Optimizer):
         name, lr = type(kind).__name__, kind.defaults.get("lr", 1e-3)
+        is_known = getattr(torch.optim, name, None) is type(kind) and name not in _NOT_DIVIDED
+        where = f"torch.optim.{name}" if is_known else "its class"
         raise InputError(
             f"pipe.optimizer was given an {name} that exists already; it needs the class, to "
-            f"create a part for every worker: pipe.optimizer(torch.optim.{name}, lr={lr})"
+            f"create a part for every worker: pipe.optimizer({where}, lr={lr})"
         )
     if isinstance(kind, str):
         known = {n.lower(): n for n, v in vars(torch.optim).items() if isinstance(v, type)}
+        known = {short: n for short, n in known.items() if n not in _NOT_DIVIDED}
         found = known.get(kind.lower(), "AdamW")
         raise InputError(
             f"pipe.optimizer was given the string {kind!r}, not a class: "

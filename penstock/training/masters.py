@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import InputError
-from penstock.workers.optimizer_parts import parameters_of, settings_of, use_settings
+from penstock.workers.optimizer_parts import parameters_of, settings_of, step_part
 
 HALF = (torch.float16, torch.bfloat16)
 _MASTER = "master"
@@ -67,11 +67,10 @@ class MasterWeights(Optimizer):
             self._inner = self._made()
         if self._inner is None:
             return loss
-        use_settings(self._inner, settings_of(self.param_groups))
         self._inner.state.clear()
         for parameter, master in self._masters.items():
             self._bring(parameter, master)
-        self._inner.step()
+        step_part(self._inner, settings_of(self.param_groups))
         for parameter, master in self._masters.items():
             self._take(parameter, master)
         return loss

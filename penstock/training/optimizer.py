@@ -13,10 +13,18 @@ from penstock.errors import InputError
 from penstock.training.masters import MasterWeights, restore_float32
 from penstock.workers.optimizer_parts import Groups, Parts, move_state
 
-Divide = Callable[[type[Optimizer], Groups, Mapping[str, Any]], Parts]
-
-
 T = TypeVar("T")
+
+
+class Divide(Protocol):
+    """Divides an optimizer's parameters among the workers; see `penstock.training.dividing`."""
+
+    @property
+    def number(self) -> int:
+        """Of the division: another one if workers own other parameters than before."""
+
+    def __call__(self, kind: type[Optimizer], groups: Groups, options: Mapping[str, Any]) -> Parts:
+        """The workers' parts of an optimizer."""
 
 
 class Surviving(Protocol):
@@ -39,15 +47,17 @@ class PipelineOptimizer(Optimizer):
     process. With processes and ranks, `state` is with the workers: `state_dict()` copies it here.
     Changes to `state` in this process are ignored there; use `load_state_dict`.
 
-    Supported is every class of `torch.optim` except LBFGS. SparseAdam needs sparse gradients, which
-    only threads support. A class that needs all parameters at once, for instance the norm of all
-    gradients, would see only those of one worker. With threads or processes, create it on
-    `pipe.parameters()` instead.
+    Supported is every class of `torch.optim` except LBFGS, and any other subclass of `Optimizer`
+    that treats parameters one by one. SparseAdam needs sparse gradients, which only threads
+    support. A class that needs all parameters at once, for instance the norm of all gradients,
+    would see only those of one worker, and one whose steps change settings of its parameter groups
+    (a counter, an estimate of the learning rate) is an error. With threads or processes, create it
+    on `pipe.parameters()` instead. What steps add to the groups is not in the state dict.
 
     Args:
         kind: the optimizer's class.
         params: parameters, or parameter groups.
-        divide: makes the workers' parts of an optimizer from its class, groups and options.
+        divide: makes the workers' parts of an optimizer.
         master_weights: whether to update half-precision parameters with float32 copies, see
             `penstock.training.masters`.
         surviving: does some work, and again if other workers had to take over.
@@ -80,7 +90,7 @@ class PipelineOptimizer(Optimizer):
         self._divide = divide
         self._surviving = surviving
         self._parts: Parts | None = None
-        self._divided: list[list[int]] = []
+        self._divided: tuple[int, list[list[int]]] = 0, []
         self._updated: Collection[torch.Tensor] = ()  # by a step that is still to be completed
         super().__init__(whole.param_groups, whole.defaults)
 
@@ -124,17 +134,22 @@ class PipelineOptimizer(Optimizer):
     def _step(self) -> None:
         """Update the parameters that are still to be updated."""
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
-        if self._parts is not None and groups != self._divided:  # the script has edited them
+        divided = self._divide.number, groups
+        if self._parts is not None and divided != self._divided:  # or the script has edited them
             self._parts.fetch(self.state)
             self._parts = None
         if self._parts is None:
             parts = self._divide(self._kind, self.param_groups, self._options)
             move_state(self.param_groups, self.state)
             parts.load(self.state)
-            self._parts, self._divided = parts, groups  # only now: a Ctrl-C may come before
+            self._parts, self._divided = parts, divided  # only now: a Ctrl-C may come before
         with without_gradients(self._updated):
-            self._parts.step(self.param_groups, self.state, self._redo_step)
+            if not self._updated or self._has_gradients():  # else it was completed before
+                self._parts.step(self.param_groups, self.state, self._redo_step)
         self._updated = ()
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.param_groups for p in group["params"])
 
     def _redo_step(self, groups: Groups) -> None:
         """Repeat a step that was lost with the workers that had done it.
@@ -164,7 +179,11 @@ class PipelineOptimizer(Optimizer):
     def remote(self) -> Parts | None:
         """The workers' parts, if the state is in worker processes; otherwise `None`."""
         parts = self._parts
-        return parts if parts is not None and parts.number is not None else None
+        if parts is None or parts.number is None:
+            return None
+        if self._divided[0] != self._divide.number:  # they are no longer those of these workers
+            self.divide_again()
+        return self._parts
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of a plain optimizer over all parameters, copied from the workers."""
@@ -182,9 +201,18 @@ class PipelineOptimizer(Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._fetch()  # if workers have died, others first repeat the steps with the old state
         super().load_state_dict(state_dict)
+        self._read_as_its_class_does()
         if self._kind is MasterWeights:
             restore_float32(self, state_dict)
         parts, self._parts = self._parts, None
-        if parts is not None:
+        if parts is not None and self._divided[0] == self._divide.number:
             parts.load(self.state)  # if that is given up, the next step loads all of it
             self._parts = parts
+
+    def _read_as_its_class_does(self) -> None:
+        """Bring state that older versions of PyTorch have written up to date: counts of steps."""
+        options = dict(self._options)
+        kind = options.pop("master_of") if self._kind is MasterWeights else self._kind
+        if kind.__setstate__ is not Optimizer.__setstate__:
+            reader = kind([dict(group) for group in self.param_groups], **options)
+            reader.__setstate__({"state": self.state, "param_groups": self.param_groups})

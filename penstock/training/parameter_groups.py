@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -66,18 +66,26 @@ def _listed(model: nn.Module, params: Any) -> list[Any]:
             '[{"params": "*.bias", "weight_decay": 0.0}, {"params": "*"}]; options are given by '
             "name, lr=0.1"
         )
-    given = list(params)
+    given = []
     own = set(map(id, model.parameters()))
-    for each in given:
+    for each in params:
         if isinstance(each, Mapping) and "params" not in each:
             raise InputError(f'a group has {", ".join(map(repr, each))} and no "params"')
+        if isinstance(each, Mapping) and isinstance(each["params"], Iterator):
+            each = {**each, "params": list(each["params"])}
         for parameter in _tensors(each):
             if id(parameter) not in own:
-                raise InputError(
-                    f"a parameter of shape {tuple(parameter.shape)} is not one of the model's, so "
-                    "no worker has it; give it to a plain optimizer beside this one"
-                )
+                raise not_of_the_model(parameter)
+        given.append(each)
     return given
+
+
+def not_of_the_model(parameter: torch.Tensor) -> InputError:
+    """The error for a parameter that no worker would update."""
+    return InputError(
+        f"a parameter of shape {tuple(parameter.shape)} is not one of the model's, so no worker "
+        "has it; give it to a plain optimizer beside this one"
+    )
 
 
 def _tensors(given: Any) -> Iterable[torch.Tensor]:

@@ -326,16 +326,20 @@ def _autocasting(modes: Ambient) -> Iterator[None]:
     PyTorch caches the weights that it has cast in one place for all threads, and clears this cache
     when any thread leaves its outermost autocast region. Other workers may be amid a forward then,
     so the regions here are never the outermost. Instead the cache is cleared before a pass and
-    after it.
+    after it. Regions of the model's own do without the cache if each uses a weight once: that gives
+    the bits of a cache which is cleared at the end of each of them.
     """
     torch.autocast_increment_nesting()
+    cache = torch.is_autocast_cache_enabled()
     try:
         if modes.casting:
             with modes.autocasting():
                 yield
         else:
+            torch.set_autocast_cache_enabled(modes.cache)
             yield
     finally:
+        torch.set_autocast_cache_enabled(cache)
         torch.autocast_decrement_nesting()
 
 

@@ -353,13 +353,14 @@ class Workers(ABC):
 
     # -- what the processes that run the script do together ---------------------------------
 
-    def operation(self, what: str) -> AbstractContextManager[None]:
+    def operation(self, what: str, seconds: float = 0.0) -> AbstractContextManager[None]:
         """Around what all processes that run the script do: if it fails in one, it fails in all.
 
         Within another operation it is a part of that one.
 
         Args:
             what: the name of the operation, the same in all of them.
+            seconds: that it may take at least; by default as many as a pass may.
         """
         return nullcontext()
 
@@ -528,16 +529,20 @@ class Workers(ABC):
         return
 
     @contextmanager
-    def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-        """While open, buffers of the model hold other values, for a pass that is run again.
+    def holding(
+        self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]], puts_back: bool
+    ) -> Iterator[None]:
+        """Have passes that are started while this is open find these values in buffers.
 
-        Afterwards they are as before. Autograd does not count this as a change.
+        Autograd does not count this as a change.
 
         Args:
-            contents: pairs of a buffer and what it holds while this is open.
+            contents: pairs of a buffer of the model and what the passes find in it.
+            puts_back: whether the passes also end while this is open, and buffers are as before
+                afterwards; otherwise they keep what the passes make of them.
         """
         wanted = list(contents)
-        present = [(buffer, buffer.detach().clone()) for buffer, _ in wanted]
+        present = [(buffer, buffer.detach().clone()) for buffer, _ in wanted if puts_back]
         try:
             _have(wanted)
             yield
@@ -637,6 +642,14 @@ class Workers(ABC):
             of: the module whose state dict it is: `model`, or a copy of it.
         """
         return of.state_dict()
+
+    def fetch(self, model: nn.Module) -> None:
+        """Have the current values of all stages in this process's model, whatever it had before.
+
+        Args:
+            model: the pipeline's model.
+        """
+        self.state(model, model)
 
     def refresh(self, model: nn.Module) -> None:
         """Bring the models of all processes that run the script up to date with the workers.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.board.activity import STARTING
-from penstock.capture.trees import cloned, versions
+from penstock.capture.trees import cloned, map_leaves, versions
 from penstock.devices.allocator import keep_freed_memory
 from penstock.devices.cores import use_threads
 from penstock.devices.kind import DeviceKind
@@ -133,17 +133,36 @@ class LoadOptimizerState:
     Attributes:
         number: of the optimizer.
         state: by the numbers of parameters.
+        others: what belongs to no parameter, by its own keys; every part has it.
     """
 
     number: int
-    state: Mapping[int, Mapping[str, Any]]
+    state: Mapping[int, Any]
+    others: Mapping[Any, Any]
+
+    @classmethod
+    def of(
+        cls, number: int, state: Mapping[Any, Any], owned: Mapping[int, torch.Tensor]
+    ) -> LoadOptimizerState:
+        """The job for a worker's share of a state.
+
+        Args:
+            number: of the optimizer.
+            state: of all parameters, by the parameters themselves.
+            owned: the worker's parameters, by their numbers.
+        """
+        own = {k: state[parameter] for k, parameter in owned.items() if parameter in state}
+        others = {key: v for key, v in state.items() if not isinstance(key, torch.Tensor)}
+        return cls(number, own, others)
 
     def __call__(self, own: ProcessState) -> None:
         """Set the state, as copies: the memory in which it came is only borrowed."""
         part = own.optimizers[self.number]
         part.state.clear()
         for number, values in self.state.items():
-            part.state[own.tensors[number]] = {k: cloned(v) for k, v in values.items()}
+            part.state[own.tensors[number]] = map_leaves(cloned, values)
+        for key, values in self.others.items():
+            part.state[key] = map_leaves(cloned, values)
 
 
 @dataclass(frozen=True)

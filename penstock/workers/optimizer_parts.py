@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.errors import PenstockError, WorkerError
+from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.interrupts import is_interrupt
 from penstock.links.local import Aborted
 
@@ -84,8 +84,8 @@ class LocalParts:
         warn_of_no_gradients(groups)
         for part in self._parts:
             part.state = state  # type: ignore[assignment]
-            use_settings(part, settings_of(groups))
-        steps = [partial(_step, worker, part) for worker, part in enumerate(self._parts)]
+        settings = settings_of(groups)
+        steps = [partial(_step, worker, part, settings) for worker, part in enumerate(self._parts)]
         if self._in_turn:
             steps = [partial(_each, steps), *[partial(_each, ())] * (len(steps) - 1)]
         self._run(steps)
@@ -117,14 +117,14 @@ def _each(jobs: Sequence[Callable[[], None]]) -> None:
         job()
 
 
-def _step(worker: int, part: Optimizer) -> None:
+def _step(worker: int, part: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
     """The step of a part.
 
     Raises:
         WorkerError: it failed.
     """
     try:
-        part.step()
+        step_part(part, settings)
     except BaseException as error:  # a sys.exit() must not end the caller
         if is_interrupt(error):
             raise
@@ -163,10 +163,30 @@ def as_they_are(groups: Groups) -> list[dict[str, Any]]:
     ]
 
 
-def use_settings(part: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Have these settings in the groups of a part."""
-    for own, shared in zip(part.param_groups, settings, strict=True):
-        own.update(shared)
+def step_part(part: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Update the parameters of a part, with these settings in its groups.
+
+    Raises:
+        InputError: the step has changed a setting, which is set back before the next one. What it
+            had not been given (`None`, or nothing) it may use for itself.
+    """
+    for own, given in zip(part.param_groups, settings, strict=True):
+        own.update(given)
+    before = [dict(own) for own in part.param_groups]
+    part.step()
+    for own, given in zip(part.param_groups, before, strict=True):
+        changed = [k for k, v in given.items() if v is not None and not _is_same(own.get(k), v)]
+        if changed:
+            raise InputError(
+                f"{type(part).__name__}.step() has changed {changed[0]!r} of its parameter groups. "
+                "Its parts on the workers do not keep that, so it cannot be divided among them. "
+                f"Create it on pipe.parameters() instead, with threads or processes: "
+                f"{type(part).__name__}(pipe.parameters(), ...)"
+            )
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) is not torch.Tensor and now == before)
 
 
 def move_state(groups: Groups, state: State) -> None:

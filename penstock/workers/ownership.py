@@ -27,6 +27,7 @@ class Ownership:
         parameters: for every place in a replica, those that the worker's stages use.
         buffers: for every place in a replica, those that the worker's stages use.
         changing: for every place in a replica, the buffers that a forward changes.
+        ways: how many were added.
         apart: the parameters, by id, outside of the graph that ends in the loss: those of all
             spans but the last one of the last stage, and of that one as well if it is recomputed.
     """
@@ -42,9 +43,11 @@ class Ownership:
         self.buffers: list[list[torch.Tensor]] = [[] for _ in workers]
         self.changing: list[list[torch.Tensor]] = [[] for _ in workers]
         self.apart: dict[int, nn.Parameter] = {}
+        self.ways = 0
 
     def add(self, way: NewWay) -> None:
         """Note what one more way uses."""
+        self.ways += 1
         for index, stage in way.stages.items():
             worker = self._placement[index]
             for span in stage.spans:
@@ -55,6 +58,13 @@ class Ownership:
                     if not is_end or span.recompute:
                         self.apart |= {id(p): p for p in span.module.parameters()}
                     _extend(self.buffers[worker], span.module.buffers())
+
+    def used_elsewhere(self, place: int) -> list[torch.Tensor]:
+        """The tensors that only stages of workers at other places use."""
+        every = list(zip(self.parameters, self.buffers, strict=True))
+        own = {id(tensor) for tensor in chain(*every[place])}
+        others = chain.from_iterable(chain(*used) for used in every)
+        return [tensor for tensor in others if id(tensor) not in own]
 
     def everything(self) -> list[nn.Parameter]:
         """The parameters of all workers, each once."""

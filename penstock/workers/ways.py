@@ -107,6 +107,11 @@ class Way:
     crossing: frozenset[str] = frozenset()
 
     @cached_property
+    def casts(self) -> int:
+        """How often an autocast region of the model's own uses a weight; 2 for any more."""
+        return max((call.casts for call in self.trace.calls), default=0)
+
+    @cached_property
     def origins(self) -> Origins:
         """Where the leaves of the result come from, in a session."""
         found = Origins(list(self.trace.outputs), [], [], [], [])
@@ -381,10 +386,12 @@ class Ways:
             span = Span(module, recompute, changing, part.overwritten, mine_too)
             span.taken, span.kept = part.taken, part.kept
             span.compile = self._compile
+            span.keeps_states = part.keeps_states
             if self._graphs:
                 self._record(span, number)
             stages[number].spans.append(span)
         _check_generators(program.model, stages)
+        _check_memories(program.model, memories, stages)
         if self._deferred:
             spans_of = (span for stage in stages.values() for span in stage.spans)
             check_closed(program.model, trace.changed, modules_of(spans_of))
@@ -435,6 +442,25 @@ def _check_generators(model: nn.Module, stages: Mapping[int, StageSpans]) -> Non
                         "of the draws is undefined. Give each its own generator, let them draw "
                         "from torch's default generator, or choose cuts= that keep them together"
                     )
+
+
+def _check_memories(
+    model: nn.Module, memories: Sequence[frozenset[nn.Module]], stages: Mapping[int, StageSpans]
+) -> None:
+    """Raise if a module that changes its attributes is called in several stages.
+
+    Raises:
+        InputError: one is; what it finds there would depend on which stage is faster.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module in [module for memory in memories if len(memory) == 1 for module in memory]:
+        users = [number for number, stage in stages.items() if module in modules_of(stage.spans)]
+        if len(users) > 1:
+            raise InputError(
+                f"{names.get(module, 'a module')!r} is called in the stages {users}, and changes "
+                "attributes of its own: stages run at the same time, so what it finds in them is "
+                "undefined. Choose cuts= that keep its calls together"
+            )
 
 
 def modules_of(spans: Iterable[Span]) -> dict[nn.Module, None]:

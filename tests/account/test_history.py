@@ -302,6 +302,15 @@ def test_audits_take_no_place_of_what_stands_for_others() -> None:
     assert len(kept.records) == 12
 
 
+def test_an_error_about_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    """Python has lone surrogates for bytes that are no UTF-8, which JSON cannot have."""
+    with pipeline(run=tmp_path) as pipe:
+        with pytest.raises(OSError, match=r"^a"), pipe._running.runner.steps.failing():
+            raise OSError("a\udcff")
+        assert pipe.history().events[-1].what == r"OSError: a\udcff"
+    assert read_run(tmp_path).events[-1].what == r"OSError: a\udcff"
+
+
 def test_other_processes_ask_for_it() -> None:
     with pipeline() as pipe:
         train(pipe, 12)  # the next one that is recorded of itself is the 17th

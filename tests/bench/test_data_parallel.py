@@ -451,7 +451,7 @@ def test_rows_that_do_not_add_up_end_the_command(
 def test_what_the_command_takes(tmp_path: Path) -> None:
     code, _, stderr = run("--devices", "cpu,cpu", "--output", str(tmp_path / "no"))
     assert code == 2
-    assert "takes no input, example, loss or devices" in stderr
+    assert "takes no input, example, loss, devices or seed" in stderr
     assert not (tmp_path / "no").exists()
     code, stdout, _ = run("--help")
     assert code == 0

@@ -133,22 +133,25 @@ def test_a_limit_is_said() -> None:
 
 
 def test_waiting_for_a_turn_is_no_work() -> None:
-    """The second replica's gradients are added after the first's, which takes its time."""
-    x = torch.ones(4, 3)
+    """The second micro-batch's gradients are added after the first's, which takes its time."""
+    x = torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    threads: dict[str, str] = {}  # micro-batches are taken by whoever is free
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if threading.current_thread().name == "penstock-0":
-            time.sleep(0.3)
+        threads["second" if target.any() else "first"] = threading.current_thread().name
+        if not target.any():
+            eventually(lambda: max(w.waited_seconds for w in pipe.status().workers) > 0.3)
         return F.mse_loss(output, target)
 
     options = {"replicas": 2, "num_microbatches": 2, "audit": None}
     with ps.Pipeline(model, (x,), devices=["cpu", "cpu"], workers="threads", **options) as pipe:
         pipe.train_step(x, target=x, loss_fn=loss)
-        slow, fast = pipe.status().workers
-    assert slow.worked_seconds > 0.3  # as long as it sleeps
-    assert fast.worked_seconds < slow.worked_seconds
-    assert fast.waited_seconds > slow.waited_seconds
+        workers = {f"penstock-{worker.number}": worker for worker in pipe.status().workers}
+    first, second = workers[threads["first"]], workers[threads["second"]]
+    assert first.worked_seconds > 0.3  # as long as the second one waits
+    assert second.worked_seconds < first.worked_seconds
+    assert second.waited_seconds > first.waited_seconds
 
 
 def test_memory_of_a_device_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,3 +361,26 @@ def test_tied_weights_cost_no_recording(
     program = ps.capture(Tied(True, both), (tokens,))
     assert [call.target for call in program.train.calls] == targets
     assert len(recordings) == 2 * without + more
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_traced_model_is_refused_and_may_be_a_part() -> None:
+    traced = torch.jit.trace(nn.Linear(6, 4), X)
+    for model in (traced, torch.jit.script(nn.Linear(6, 4))):
+        with pytest.raises(ps.InputError, match=r"torch\.jit has compiled it.*nn\.Sequential"):
+            ps.capture(model, (X,))
+    program = ps.capture(nn.Sequential(traced), (X,))
+    assert torch.equal(program.replay((X,), {}, None), traced(X))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([X[:3], X[:2]], layout=layout)
+    with pytest.raises(ps.InputError, match=r"input 0 is a nested tensor.*to_padded_tensor"):
+        ps.capture(Two(), (nested,))
+    padded = torch.nested.to_padded_tensor(nested, 0.0)
+    with ps.Pipeline(Two(), (padded,), devices=1) as pipe:
+        pipe(padded)
+        with pytest.raises(ps.InputError, match=r"input 0 of the batch is a nested tensor"):
+            pipe(nested)

@@ -92,6 +92,7 @@ def test_an_awkward_block_is_closed(how: str, reason: str) -> None:
 
 @contextmanager
 def less_precisely() -> Iterator[None]:
+    """Not put back if the forward is broken off, as it is while it is recorded."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     yield
@@ -123,6 +124,7 @@ def test_settings_of_torch_for_a_part_of_a_forward(what: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32), Attention(what))
     x = torch.randn(4, 16, 32)
     program = ps.capture(model, (x,))
+    assert torch.get_float32_matmul_precision() == "highest"
     assert list(program.closed) == ["1"]
     assert f"changes a setting of torch for a part of it ({what})" in program.closed["1"]
     assert torch.equal(program(x), model(x))

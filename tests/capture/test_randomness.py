@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +13,10 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.capture import Key
+from penstock.capture import Key, randomness
+from penstock.capture.calls import Unrecordable
+from penstock.capture.surroundings import Surroundings
+from penstock.devices.cpu import Cpu
 from penstock.planning.tuning import mean_square
 from tests.support.models import own_forward
 
@@ -306,3 +311,46 @@ class BesideAbsent(nn.Module):
 
 def test_what_stands_for_an_absent_package_is_not_asked() -> None:
     assert not ps.capture(BesideAbsent(), (torch.randn(3, 4),)).closed
+
+
+def test_an_accelerators_call_may_draw_on_the_cpu_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = torch.Generator().manual_seed(7)
+    kind = SimpleNamespace(has_streams=True, generator=lambda device: theirs)
+    monkeypatch.setattr(
+        randomness, "kind_of", lambda d: kind if torch.device(d).type == "cuda" else Cpu()
+    )
+
+    def both(device: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand(2), torch.rand(2, generator=theirs)
+
+    before = torch.get_rng_state(), theirs.get_state()
+    for device in ("cuda", "cuda:1", torch.device("cuda")):
+        one, other = (randomness.draw(Key(0, 0, 0), 5, both, device=device) for _ in range(2))
+        assert all(map(torch.equal, one, other))
+        watched = randomness.Watched(both)
+        one, other = (watched(Key(0, 0, 0), 5, device=device) for _ in range(2))
+        assert all(map(torch.equal, one, other))
+        assert watched.draws
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(theirs.get_state(), before[1])
+
+
+def test_the_devices_of_a_call() -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    held = nn.Linear(2, 2, device="meta")
+    found = [
+        randomness._devices_of((torch.rand,), {"size": (2,), "device": "cuda:1"}),
+        randomness._devices_of((nn.Dropout(), X), {"device": "not a device"}),
+        randomness._devices_of((torch.rand, 2, meta), {}),
+        randomness._devices_of((held, 2), {"mode": "cuda"}),
+    ]
+    assert found == [{torch.device("cuda", 1)}, {cpu}, {meta}, {meta}]
+
+
+def test_settings_of_the_models_devices_count() -> None:
+    kind = Mock(type="cuda", settings=Mock(return_value=("True",)))
+    surroundings = Surroundings([], kind, seeded=False)
+    surroundings.check_settings("block")
+    kind.settings.return_value = ("False",)
+    with pytest.raises(Unrecordable, match=r"changes a setting of torch.*of_kind"):
+        surroundings.check_settings("block")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import penstock as ps
+from tests.support.training import assert_same_gradients
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), torch.zeros(8, 6)
 
@@ -61,14 +61,7 @@ def test_modules_that_share_what_they_change_stay_together(kind: Any) -> None:
             audit=None,
             replicas=1,
         ) as pipe:
-            for _ in range(2):
-                pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
-                for x, y in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
-                    (F.mse_loss(plain(x), y) / 4).backward()
-            for p, q in zip(plain.parameters(), split.parameters(), strict=True):
-                assert p.grad is not None
-                assert q.grad is not None
-                assert torch.equal(p.grad, q.grad)
+            assert_same_gradients(pipe, plain, X, Y)
     finally:
         torch.set_num_threads(threads)
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,3 +67,35 @@ def test_sizes_become_tuples_and_tensors_are_leaves() -> None:
     x = torch.zeros(2, 3)
     assert flatten((x, x.shape))[0] == [x, 2, 3] or flatten((x, x.shape))[0][1:] == [2, 3]
     assert map_leaves(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+
+
+@dataclass(slots=True)
+class Slotted:
+    second: Any
+    first: Any
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Derived(Slotted):
+    last: Any
+
+
+@dataclass
+class WithDict(Slotted):
+    last: Any
+
+
+@pytest.mark.parametrize("kind", [Derived, WithDict])
+def test_a_dataclass_keeps_what_is_in_the_slots_of_its_bases(kind: type) -> None:
+    leaves, structure = flatten(kind(1, 2, 3))
+    assert leaves == [1, 2, 3]
+    assert [key[1] for (key,) in leaf_paths(structure) if key] == ["second", "first", "last"]
+    assert unflatten(structure, leaves) == kind(1, 2, 3)
+
+
+def test_a_slot_may_be_empty() -> None:
+    value = Slotted(1, 2)
+    del value.first
+    leaves, structure = flatten(value)
+    assert leaves == [1]
+    assert not hasattr(unflatten(structure, leaves), "first")

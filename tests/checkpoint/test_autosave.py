@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,32 @@ def test_a_position_that_was_restored_is_saved_again_before_it_is_used() -> None
         assert batches.undone.state_dict() == state
     use_generators(generators)  # as a checkpoint does
     assert all(map(torch.equal, batches, seen[1:]))
+
+
+@pytest.mark.parametrize("names", [("outer", "inner"), ("inner", "outer")])
+def test_of_nested_batches_the_innermost_says_where_generators_were(
+    tmp_path: Path, names: Sequence[str]
+) -> None:
+    nested = {"outer": ps.Batches([1, 2]), "inner": ps.Batches([1, 2, 3])}
+    generator = torch.Generator().manual_seed(1)
+    auto = Autosave(tmp_path, 1, {n: nested[n] for n in names} | {"generator": generator})
+    saved: list[torch.Tensor] = []
+    with Run(tmp_path).pipe as pipe:
+        for _ in nested["outer"]:
+            torch.rand(3, generator=generator)
+            for _ in nested["inner"]:
+                before = generator.get_state()
+                torch.rand(2, generator=generator)
+                auto.before_step(
+                    len(saved) + 1,
+                    lambda found: False,
+                    pipe._workers,
+                    lambda folder, background, **things: saved.append(
+                        things["generator"].get_state()
+                    ),
+                )
+                assert torch.equal(saved[-1], before)
+    assert len(saved) == 6
 
 
 def test_batches_that_cannot_be_left_out_leave_the_position_and_the_generators() -> None:

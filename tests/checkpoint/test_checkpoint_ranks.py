@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import penstock as ps
 from penstock.storage.folder import SAVING
@@ -40,3 +41,15 @@ def test_ranks(launcher: Launcher, tmp_path: Path) -> None:
     }
     assert len(set(checkpoint._weights.values())) == 2
     assert ps.load(tmp_path / "at the end").batches == 6
+
+
+def test_averages_of_all_ranks_are_saved(launcher: Launcher, tmp_path: Path) -> None:
+    for saved, gathered in launcher.run("averages", tmp_path):
+        assert saved.pop("n_averaged") == 3
+        assert_equal("averages", saved, gathered)
+        assert not torch.equal(gathered["0.bias"], gathered["2.bias"])
+
+
+@pytest.mark.usefixtures("launcher")
+def test_a_save_may_take_longer_than_a_pass(launcher: Launcher, tmp_path: Path) -> None:
+    assert launcher.run("slow_to_save", tmp_path) == [2, 2]

@@ -100,7 +100,7 @@ def test_an_error_just_when_the_rest_is_begun_leaves_the_rest_alone(
         return found
 
     @contextmanager
-    def operation(what: str) -> Iterator[None]:
+    def operation(what: str, seconds: float) -> Iterator[None]:
         yield
         if what == "the end of a save":
             raise kind("just now")

@@ -301,6 +301,7 @@ def test_bench(tmp_path: Path) -> None:
         (["bench", "--loss", f"{HERE}:squared"], 2, "--loss needs a MODEL"),
         (["bench", *SMALL, "--devices", "cpu"], 2, "two devices at least"),
         (["bench", "rpc", "--devices", "cpu,cpu"], 2, "takes no input"),
+        (["bench", "data-parallel", "--seed", "1"], 2, "--seed 1: `penstock bench data-parallel`"),
         (["inspect"], 2, "Missing argument"),
         (["inspectt"], 2, "No such command"),
     ],

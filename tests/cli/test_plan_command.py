@@ -318,3 +318,23 @@ def test_links_of_processes(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     links = json.loads((tmp_path / "plan.profile.json").read_text())["links"]
     assert links["cpu>cpu"]["bytes_per_second"] > 0  # threads hand over references
+
+
+@pytest.mark.parametrize("devices", [(), ("--devices", "cpu,cpu")])
+def test_the_profile_beside_is_that_of_the_plan(devices: tuple[str, ...]) -> None:
+    """Also if the plan leaves devices out."""
+    result = run("plan", *SMALL, *devices)
+    assert result.exit_code == 0, result.output
+    plan, profile = ps.Plan.load("plan.json"), ps.Profile.load("plan.profile.json")
+    assert profile.devices == plan.devices
+    assert profile.threads == plan.threads
+
+
+def test_more_machines_than_places_for_stages_have_replicas() -> None:
+    Path("cluster.toml").write_text('[[device]]\nname = "gpu"\ncount = 6\n')
+    result = run("plan", *SMALL, "--devices", "cluster.toml", "--json")
+    assert result.exit_code == 0, result.output
+    assert len(ps.Plan.load("plan.json").devices) == 6
+    result = run("plan", *SMALL, "--devices", "cluster.toml", "--replicas", "1")
+    assert result.exit_code == 1
+    assert "3 at most" in result.stderr

@@ -34,6 +34,10 @@ def serve(*arguments: str) -> tuple[int, str]:
         ([f"{MODELS}:net", "--devices", "tpu"], "'tpu' is not a device"),
         ([f"{MODELS}:net", "--timeout", "0"], "--timeout"),
         ([f"{MODELS}:net", "--queue", "-1"], "--queue"),
+        ([f"{MODELS}:net", "--timeout", "nan"], "not a finite number"),
+        ([f"{MODELS}:net", "--timeout", "1e9"], "--timeout"),
+        ([f"{MODELS}:net", "--grace", "inf"], "--grace"),
+        ([f"{MODELS}:net", "--input", "int8[8,2]<50257"], "torch cannot make this tensor"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Steps of two ranks, compared with one device: `torchrun on_ranks.py DEVICE DEVICE`.
+"""Steps of two ranks, compared with one device: `torchrun on_ranks.py near DEVICE DEVICE`.
 
 First the ranks are two stages, then two replicas.
 """
@@ -19,12 +19,13 @@ from tests.interleavings.running import plan_of
 LOSS = nn.functional.mse_loss
 
 
-def compare(name: str, devices: tuple[str, ...]) -> None:
+def compare(name: str, devices: tuple[str, ...], are_near: bool) -> None:
     """Train on both ranks, and on the first device alone.
 
     Args:
         name: of the case.
         devices: of the ranks.
+        are_near: whether the ranks are on one machine.
     """
     case = replace(CASES[name], devices=devices)
     model, twin = case.model(), case.model().to(devices[0])
@@ -39,7 +40,7 @@ def compare(name: str, devices: tuple[str, ...]) -> None:
         optimizer.step()
         state, threads = pipe.state_dict(), pipe.threads_per_worker
         print(*pipe.links)
-        if len(pipe.plan.stages) == 1:  # replicas, whose gradients travel during backwards
+        if len(pipe.plan.stages) == 1 and are_near:  # gradients travel during backwards
             assert pipe._running.workers._total.overlaps, "gradients go by way of the CPU"
     on_one = x.to(devices[0])
     oracle = one_device(twin, ps.capture(twin, (on_one,)), MICROBATCHES, (on_one,), {})
@@ -54,4 +55,4 @@ def compare(name: str, devices: tuple[str, ...]) -> None:
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     for each in ("chain, 1f1b", "replicas"):
-        compare(each, tuple(sys.argv[1:]))
+        compare(each, tuple(sys.argv[2:]), sys.argv[1] == "near")

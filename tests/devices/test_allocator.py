@@ -137,3 +137,29 @@ while len(found) < 7: pass
 print(found)
 """
     assert _run(script)[0] == str([False] * 4 + [True] * 3)
+
+
+_PROFILED = """
+import torch
+import penstock as ps
+from torch import nn
+from penstock.devices.allocator import keep_freed_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+keep_freed_memory()
+model = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh())
+program = ps.capture(model, (torch.randn(32768, 4),))
+before = resident()
+ps.profile(program, devices=["cpu"], seconds=1)
+print(resident() - before < 130 << 20)
+"""
+
+
+def test_memory_of_profiles_is_given_back() -> None:
+    """Each activation has 64 MiB. Imports take 50 MiB, and heaps keep a little; else it is 150."""
+    command = [sys.executable, "-W", "ignore", "-c", _PROFILED]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.stdout == "True\n", result.stdout + result.stderr

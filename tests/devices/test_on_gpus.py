@@ -6,10 +6,11 @@ One GPU stands for several devices. With two or four, values are copied between 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ import torch
 from tests.devices import on_ranks
 from tests.interleavings.cases import CASES
 from tests.interleavings.running import computed, differences, one_core, run
+from tests.support.machines import torchrun, two_machines
 from tests.support.simulated.machine import Machine
 from tests.support.simulated.module import simulated
+from tests.workers.ranks.launching import environment
 
 _NAMES = [name for name, case in CASES.items() if "cpu" not in case.devices and not case.apart]
 _SIMULATED = ["replicas of stages"]  # all of them are elsewhere
@@ -81,19 +84,17 @@ def test_processes_have_the_bits_of_one_device(name: str, devices: tuple[str, in
 
 
 @pytest.mark.parametrize(
-    "devices", [pytest.param(("cpu", 1), marks=pytest.mark.slow), *_gpus(1, 2)]
+    "devices",
+    [pytest.param(("cpu", 1), marks=pytest.mark.slow), *_gpus(1, 2)],
+    indirect=True,
 )
 def test_ranks_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
     """Two ranks of torchrun, as stages and as replicas; with one GPU, both on that one."""
     kind, count = devices
-    if kind == "cuda" and torch.cuda.device_count() < count:
-        pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
-    names = ["cpu", "cpu"] if kind == "cpu" else [f"cuda:{rank % count}" for rank in range(2)]
-    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(on_ranks.__file__), *names],
-        env={**os.environ, "PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        [*command, "--nproc-per-node", "2", str(on_ranks.__file__), "near", *_names(kind, count)],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=100,
@@ -102,3 +103,32 @@ def test_ranks_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count("the same bits") == 4
     assert process.stdout.count("shared memory (cuda)") == (2 if kind == "cuda" else 0)
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [pytest.param(("cpu", 1), marks=pytest.mark.slow), *_gpus(2)],
+    indirect=True,
+)
+def test_ranks_on_two_machines_have_the_bits_of_one_device(devices: tuple[str, int]) -> None:
+    """Between machines values travel by NCCL, if both have a GPU; it refuses one GPU twice."""
+    script = [str(on_ranks.__file__), "far", *_names(*devices)]
+    said = []
+    with two_machines():
+        processes = torchrun((1, 1), script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            said = [process.communicate(timeout=100)[0] for process in processes]
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    assert [process.returncode for process in processes] == [0, 0], "".join(said)
+    way = "torch.distributed (nccl)" if devices[0] == "cuda" else "torch.distributed (gloo)"
+    for each in said:
+        assert each.count("the same bits") == 2
+        assert each.count(way) == 1
+
+
+def _names(kind: str, count: int) -> list[str]:
+    """The devices of two ranks."""
+    return ["cpu", "cpu"] if kind == "cpu" else [f"cuda:{rank % count}" for rank in range(2)]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.engine.twins import _Twin
 from tests.interleavings.cases import CASES, Case
 from tests.interleavings.running import plan_of
 from tests.support.simulated.machine import Machine
@@ -66,11 +67,13 @@ def chain() -> nn.Module:
     return CASES["chain, 1f1b"].build()
 
 
-def both(change: Callable[[ps.Pipeline], object]) -> list[list[torch.Tensor]]:
+def both(
+    change: Callable[[ps.Pipeline], object], build: Callable[[], nn.Module] = chain
+) -> list[list[torch.Tensor]]:
     """The same steps on one device and on two, between which something is changed."""
     found = []
     for devices in (DEVICES[:1], DEVICES):
-        with simulated(Machine(2, seed=1)), built(chain, devices) as pipe:
+        with simulated(Machine(2, seed=1)), built(build, devices) as pipe:
             first = stepped(pipe)
             with torch.no_grad():
                 change(pipe)
@@ -93,6 +96,88 @@ def test_replicas_follow_the_model(change: Callable[[ps.Pipeline], object]) -> N
     one, two = both(change)
     assert len(one) == len(two)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+class Direct(nn.Module):
+    """Its forward reads a parameter itself, and a module has tensors in a list."""
+
+    def __init__(self, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), Anchored()
+        self.scale = nn.Parameter(torch.full((6,), 0.5), requires_grad=not is_frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.first(x) * self.scale)
+        return result
+
+
+class Anchored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.anchors = [torch.arange(6.0), torch.ones(6)]
+        self.named = {"one": torch.full((6,), 3.0)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.anchors[0] * self.weight + self.anchors[1] * self.named["one"]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Anchored:
+        self.anchors = [fn(anchor) for anchor in self.anchors]
+        self.named = {name: fn(tensor) for name, tensor in self.named.items()}
+        return super()._apply(fn, recurse)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_replicas_follow_parameters_that_forwards_read(is_frozen: bool) -> None:
+    """Those that ask for a gradient from now on, and those that do not any more."""
+    one, two = both(
+        lambda pipe: pipe.model.scale.requires_grad_(is_frozen), lambda: Direct(is_frozen)
+    )
+    assert len(one) == len(two)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_replicas_have_tensors_in_lists_and_dictionaries() -> None:
+    with simulated(Machine(2, seed=1)), built(Direct, DEVICES, keep_closed=["last"]) as pipe:
+        two = stepped(pipe)
+        pipe.model.last.anchors[1] = pipe.model.last.anchors[1] * 2
+        two += stepped(pipe)
+    with simulated(Machine(2, seed=1)), built(Direct, DEVICES[:1], keep_closed=["last"]) as pipe:
+        one = stepped(pipe)
+        pipe.model.last.anchors[1] = pipe.model.last.anchors[1] * 2
+        one += stepped(pipe)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_twins_follow_dtypes_shapes_and_strides() -> None:
+    """And stay the same tensors, which stages may read by themselves."""
+    original = nn.Parameter(torch.randn(3, 4))
+    pair = _Twin(original, torch.device("cpu"))
+    twin = pair.twin
+    for change in (
+        lambda t: t.t().contiguous().t(),
+        torch.Tensor.bfloat16,
+        lambda t: t[:2].contiguous(),
+    ):
+        original.data = change(original.detach())
+        assert pair.follow()
+        assert not pair.follow()
+        assert pair.twin is twin
+        assert twin.is_leaf
+        assert (twin.shape, twin.dtype, twin.stride()) == (
+            *(original.shape, original.dtype),
+            original.stride(),
+        )
+
+
+def test_twins_of_parameters_that_have_no_gradients() -> None:
+    """Such as quantized weights."""
+    original = nn.Parameter(torch.arange(3), requires_grad=False)
+    pair = _Twin(original, torch.device("cpu"))
+    assert not pair.follow()
+    assert isinstance(pair.twin, nn.Parameter)
+    assert pair.twin.dtype == torch.int64
+    assert not pair.twin.requires_grad
 
 
 def test_a_step_that_failed_leaves_nothing() -> None:

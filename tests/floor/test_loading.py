@@ -46,7 +46,36 @@ def test_inputs(spec: str, name: str | None, dtype: torch.dtype, shape: tuple[in
         assert 0 <= tensor.min() <= tensor.max() < int(spec.split("<")[1].strip(">"))
 
 
-@pytest.mark.parametrize("spec", ["", "8xx3", "int64[8", "float99[2]", "a-b=3x3", "3x3<2"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "8xx3",
+        "int64[8",
+        "int64[8,]",
+        "int64[8 8]",
+        "2x" + "9" * 5000,
+        "float99[2]",
+        "a-b=3x3",
+        "3x3<2",
+    ],
+)
 def test_inputs_that_make_no_sense(spec: str) -> None:
     with pytest.raises(ps.InputError, match="is not an input: write a shape"):
+        parse_input(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int8[8,2]<50257",
+        "bool[2]<9",
+        "int64[2]<0",
+        "int64[2]<" + "9" * 30,
+        "9" * 30,
+        "2x3x" + "9" * 17,
+    ],
+)
+def test_inputs_that_torch_cannot_make(spec: str) -> None:
+    with pytest.raises(ps.InputError, match="torch cannot make this tensor"):
         parse_input(spec)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
+from torch.nn import functional as F
 
 from penstock.errors import InputError
 from tests.integrations import test_fabric
-from tests.integrations.test_lightning import Lit, data, network, strategy, trainer, twins
+from tests.integrations.test_lightning import (
+    Lit,
+    Manual,
+    Unclipped,
+    data,
+    network,
+    strategy,
+    trainer,
+    twins,
+)
 
 Found = dict[str, Any]
 
@@ -25,6 +38,7 @@ def found(rank: int) -> Found:
         "other seeds": other_seeds(rank),
         "trained": trained(folder),
         "scaled": scaled(),
+        "scaled by hand": scaled_by_hand(),
         "resumed": resumed(folder),
         "fabric": fabric(folder),
     }
@@ -59,6 +73,58 @@ def scaled() -> Found:
     trainer(strategy(), plugins=[plugin], gradient_clip_val=0.5).fit(lit, data())
     assert plugin.scaler is not None
     return {"weights": dict(lit.net.state_dict()), "scale": plugin.scaler.get_scale()}
+
+
+class ByHand(Manual):
+    """Its first step has no finite gradients in the last stage, and only there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        if not self.losses:
+            spoil(self.net)
+        self.losses.append(loss.detach())
+        optimizer.step()
+
+
+def spoil(net: Any) -> None:
+    """Put an inf into the gradient of the last layer, on the rank that has it."""
+    if net[-1].weight.grad is not None:
+        net[-1].weight.grad[0, 0] = math.inf
+
+
+def scaled_by_hand() -> list[Found]:
+    """With a scaler in manual optimization and in Fabric; also without ranks."""
+    found = []
+    for kind in (ByHand, Unclipped):
+        _, lit = twins(kind)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        trainer(strategy(), plugins=[plugin]).fit(lit, data())
+        found.append({"scale": torch.tensor(scaler.get_scale()), **lit.net.state_dict()})
+    return [*found, scaled_fabric()]
+
+
+def scaled_fabric() -> Found:
+    torch.manual_seed(3)
+    net = test_fabric.network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plugin = FabricMixedPrecision("16-mixed", "cpu", scaler)
+    of = Fabric(accelerator="cpu", strategy=test_fabric.strategy(), plugins=[plugin])
+    of.launch()
+    model, optimizer = of.setup(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    for k, (x, y) in enumerate(test_fabric.batches()):
+        optimizer.zero_grad()
+        of.backward(F.cross_entropy(model(x), y))
+        if not k:
+            spoil(net)
+        optimizer.step()
+    (module,) = of.strategy._modules
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    of.strategy.teardown()
+    return {"scale": torch.tensor(scaler.get_scale()), **weights}
 
 
 def resumed(folder: Path) -> list[Found]:

@@ -129,6 +129,52 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Pa
         assert torch.equal(model.state_dict()[name], value), name
 
 
+def test_a_resumed_run_has_as_many_microbatches(tmp_path: Path) -> None:
+    for number in (5, "auto"):
+        accelerator = Accelerator(cpu=True)
+        model = through(accelerator, network(), num_microbatches=number)
+        if number == "auto":
+            accelerator.load_state(str(tmp_path))
+        model(torch.randn(12, 6))
+        assert model.late.pipe.plan.num_microbatches == 5
+        accelerator.save_state(str(tmp_path))
+        model.close()
+        _reset()
+
+
+def test_a_resumed_run_may_begin_with_fewer_rows(tmp_path: Path) -> None:
+    for number, rows in ((4, 12), ("auto", 2)):
+        accelerator = Accelerator(cpu=True)
+        model = through(accelerator, network(), num_microbatches=number)
+        if number == "auto":
+            accelerator.load_state(str(tmp_path))
+        assert model(torch.randn(rows, 6)).shape == (rows, 3)
+        accelerator.save_state(str(tmp_path))
+        model.close()
+        _reset()
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_either_loads_what_the_other_has_saved(is_plain: bool, tmp_path: Path) -> None:
+    def begun(is_plain: bool) -> tuple[Accelerator, Any, Any, Any]:
+        _reset()
+        accelerator, net = Accelerator(cpu=True), network()
+        model = accelerator.prepare(net) if is_plain else through(accelerator, net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        return accelerator, model, *accelerator.prepare(optimizer, data())
+
+    accelerator, model, optimizer, loader = begun(is_plain)
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state(str(tmp_path))
+    accelerator, other, resumed, loader = begun(not is_plain)
+    accelerator.load_state(str(tmp_path))
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    assert str(resumed.state_dict()) == str(optimizer.state_dict())
+    train(accelerator, other, resumed, loader)
+    (other if is_plain else model).close()
+
+
 def test_saved_models_are_plain(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     net = network()

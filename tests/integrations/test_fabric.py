@@ -36,10 +36,13 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def fabric_of(precision: Any = "32-true", **options: Any) -> Fabric:
+def strategy(**options: Any) -> FabricPenstockStrategy:
     usual = {"devices": 2, "num_microbatches": MICROBATCHES, "replicas": 1, "progress": None}
-    strategy = FabricPenstockStrategy(**(usual | options))
-    return Fabric(accelerator="cpu", precision=precision, strategy=strategy)
+    return FabricPenstockStrategy(**(usual | options))
+
+
+def fabric_of(precision: Any = "32-true", **options: Any) -> Fabric:
+    return Fabric(accelerator="cpu", precision=precision, strategy=strategy(**options))
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any) -> None:
@@ -107,6 +110,19 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Pa
     for name, value in wanted.items():
         assert torch.equal(model.state_dict()[name], value), name
     network().load_state_dict(torch.load(tmp_path / "run.ckpt")["model"])
+
+
+def test_a_resumed_run_has_as_many_microbatches(tmp_path: Path) -> None:
+    for number in (5, "auto"):
+        fabric = fabric_of(num_microbatches=number)
+        model = fabric.setup(network())
+        if number == "auto":
+            fabric.load(tmp_path / "run.ckpt", {"model": model})
+        model(batches()[0][0])
+        (module,) = fabric.strategy._modules
+        assert module.late.pipe.plan.num_microbatches == 5
+        fabric.save(tmp_path / "run.ckpt", {"model": model})
+        fabric.strategy.teardown()
 
 
 def test_options_that_do_not_exist_are_errors() -> None:

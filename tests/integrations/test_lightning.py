@@ -102,6 +102,12 @@ class AtOnce(Manual):
         optimizer.step()
 
 
+class Unclipped(AtOnce):
+    """Gradients are scaled until the optimizer's step."""
+
+    def clip_gradients(self, *_: Any, **__: Any) -> None: ...
+
+
 def data() -> DataLoader[Any]:
     """Four batches; the last one is smaller."""
     generator = torch.Generator().manual_seed(7)
@@ -156,7 +162,8 @@ def plain_loop(
             with around():
                 oracle = Oracle(net, (x,), {}, MICROBATCHES)
                 if at_once:
-                    losses.append(oracle.train_step(k, F.cross_entropy, y))
+                    scaled = lambda o, y: scaler.scale(F.cross_entropy(o, y))  # noqa: E731
+                    losses.append(oracle.train_step(k, scaled, y) / scaler.get_scale())
                 else:
                     oracle.call_and_backward(k, loss_fn, y)
             if (k + 1) % accumulate == 0 or k + 1 == len(batches):
@@ -241,6 +248,17 @@ def test_mixed_precision_in_float16() -> None:
     check_same(lit, net, losses)
 
 
+def test_a_step_at_once_in_float16() -> None:
+    net, lit = twins(Unclipped)
+    own, scaler = (torch.amp.GradScaler("cpu", init_scale=2.0**20) for _ in range(2))
+    plugin = MixedPrecision("16-mixed", "cpu", own)
+    trainer(strategy(), plugins=[plugin]).fit(lit, data())
+    around = lambda: torch.autocast("cpu", torch.float16, cache_enabled=False)  # noqa: E731
+    check_same(lit, net, plain_loop(net, around=around, scaler=scaler, at_once=True))
+    assert plugin.scaler is own  # for the next pipeline
+    assert own.get_scale() == scaler.get_scale() < 2.0**20
+
+
 def test_weights_in_bfloat16() -> None:
     net, lit = twins()
     net.to(torch.bfloat16)
@@ -300,11 +318,12 @@ def test_the_module_itself() -> None:
 class Seen(Callback):
     """What the pipeline was, while there was one."""
 
-    stages = 0
+    stages = microbatches = 0
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         (pipe,) = trainer.strategy.pipelines.values()
         self.stages = len(pipe.plan.stages)
+        self.microbatches = pipe.plan.num_microbatches
 
 
 def test_two_networks_have_a_pipeline_each() -> None:
@@ -360,6 +379,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Pa
     resumed = fit(3, str(tmp_path / "1.ckpt"))
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
+
+
+def test_a_resumed_run_has_as_many_microbatches(tmp_path: Path) -> None:
+    whole, seen = {"limit_train_batches": 3}, Seen()  # with 12 rows each
+    of = trainer(strategy(num_microbatches=5), max_epochs=1, **whole)
+    of.fit(Lit(network()), data())
+    of.save_checkpoint(tmp_path / "run.ckpt")
+    through = strategy(num_microbatches="auto")
+    again = trainer(through, max_epochs=2, callbacks=[seen], **whole)
+    again.fit(Lit(network()), data(), ckpt_path=tmp_path / "run.ckpt")
+    assert seen.microbatches == 5
 
 
 def test_checkpoints_are_plain(tmp_path: Path) -> None:

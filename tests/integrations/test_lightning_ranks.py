@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integrations import test_fabric
+from tests.integrations import lightning_ranks, test_fabric
 from tests.integrations.test_lightning import EPOCHS, data, network, plain_loop, twins
 from tests.workers.ranks.launching import Launcher
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -58,6 +61,11 @@ def test_ranks(launcher: Launcher, tmp_path: Path) -> None:
         assert_same(found["scaled"]["weights"], net.state_dict())
         whole, resumed = found["resumed"]
         assert_same(resumed, whole)
+
+    wanted = lightning_ranks.scaled_by_hand()
+    for found in ranks:
+        for one, other in zip(found["scaled by hand"], wanted, strict=True):
+            assert_same(one, other)
 
     torch.manual_seed(3)
     net = test_fabric.network()

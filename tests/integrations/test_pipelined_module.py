@@ -91,11 +91,24 @@ def test_a_closed_one_goes_on_with_the_same_plan() -> None:
     assert module.late.pipe is not None
     plan, trained = module.late.pipe.plan, module.late.pipe.random_state()
     module.close()
-    assert module.late.random_state() == trained
+    assert module.late.state()["random_state"] == trained
     module(X)
     assert module.late.pipe.plan == plan
     assert module.late.pipe.random_state()["trained"] == trained["trained"] + 1
     module.close()
+
+
+def test_a_closed_one_goes_on_with_what_was_asked_for() -> None:
+    """Also if another plan is made then."""
+    asked = {"schedule": "naive", "num_microbatches": 2, "replicas": 1}
+    late = LatePipeline(net(), {"devices": 2, "workers": "threads", "progress": None, **asked})
+    for _ in range(2):
+        late(X)
+        assert late.pipe is not None
+        request = late.pipe._running.given.request
+        assert {name: getattr(request, name) for name in asked} == asked
+        assert late.pipe.plan.schedule == "naive"
+        late.close()
 
 
 def test_calls_are_routed_in_one_thread_only() -> None:

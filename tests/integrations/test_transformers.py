@@ -24,6 +24,10 @@ with warnings.catch_warnings():
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        T5Config,
+        T5ForConditionalGeneration,
         Trainer,
         TrainerCallback,
         TrainingArguments,
@@ -176,6 +180,55 @@ def test_batches_of_other_lengths_get_another_pipeline(tmp_path: Path) -> None:
     ours.end()
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[ps.Pipeline]:
+    """The pipelines that trainers build from now on."""
+    built: list[ps.Pipeline] = []
+
+    def build(*args: Any, **kwargs: Any) -> ps.Pipeline:
+        built.append(ps.Pipeline(*args, **kwargs))
+        return built[-1]
+
+    monkeypatch.setattr("penstock.integrations.trainer_model.Pipeline", build)
+    return built
+
+
+def test_lengths_that_are_named_need_no_other_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = counted(monkeypatch)
+    dynamic = {name: {1: "length"} for name in ("input_ids", "labels")}
+    args = arguments(tmp_path, **FOUR, train_sampling_strategy="sequential")
+    plain = trained(Trainer, args, data=LENGTHS)
+    ours = on_pipeline(args, data=LENGTHS, pipeline={"dynamic": dynamic})
+    assert_same(ours, plain)
+    assert len(built) == 1
+    ours.end()
+
+
+def without_labels(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": each["input_ids"]} for each in rows]
+
+
+@pytest.mark.parametrize("names", [(), ("input_ids", "labels")])
+def test_lengths_of_rows_without_labels(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Before those with labels, and after them."""
+    dynamic = {name: {1: "length"} for name in names}
+    args = arguments(tmp_path, **FOUR, train_sampling_strategy="sequential")
+    plain = trained(Trainer, args, data=LENGTHS)
+    options = {**WORKERS, "dynamic": dynamic}
+    ours = PenstockTrainer(model(), args, train_dataset=LENGTHS, pipeline=options)
+    ours.predict(without_labels(DATA[:8]))
+    ours.train()
+    assert_same(ours, plain)
+    ours.end()
+    ours = on_pipeline(args, pipeline={"dynamic": dynamic})
+    ours.predict(without_labels(LENGTHS[:4] * 2))
+    ours.predict(without_labels(LENGTHS[4:8] * 2))
+    plain = trained(Trainer, args)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    ours.end()
+
+
 class Mean(torch.nn.Module):
     """Accepts the number of items, as the Trainer looks for, and returns a mean nevertheless."""
 
@@ -291,6 +344,34 @@ def test_evaluation_and_prediction_are_those_of_microbatches(tmp_path: Path) -> 
     assert (trainer.predict(unlabelled).predictions == expected.predictions).all()
     whole = Trainer(model(), args).evaluate(DATA[:6])["eval_loss"]
     assert trainer.evaluate(DATA[:6])["eval_loss"] == pytest.approx(whole, rel=1e-6)
+    trainer.end()
+
+
+class Generating(PenstockMixin, Seq2SeqTrainer):
+    pass
+
+
+def test_generation_runs_in_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain model may be on several devices."""
+    size = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=64, decoder_start_token_id=0, dropout_rate=0.0, **size)
+    given = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    args = Seq2SeqTrainingArguments(
+        str(tmp_path), predict_with_generate=True, generation_max_length=6, **given
+    )
+    made, calls = [], []
+    plain = ps.Pipeline.generate
+    monkeypatch.setattr(
+        ps.Pipeline, "generate", lambda *a, **kw: calls.append(kw) or plain(*a, **kw)
+    )
+    for kind in (Seq2SeqTrainer, Generating):
+        torch.manual_seed(0)
+        more = {"pipeline": WORKERS} if kind is Generating else {}
+        trainer = kind(T5ForConditionalGeneration(config), args, **more)
+        made.append(trainer.predict(FULL[:8]))
+    assert (made[0].predictions == made[1].predictions).all()
+    assert made[0].metrics["test_loss"] == pytest.approx(made[1].metrics["test_loss"], rel=1e-6)
+    assert len(calls) == 1
     trainer.end()
 
 

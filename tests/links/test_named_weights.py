@@ -71,3 +71,16 @@ def test_autograd_hears_of_changes(ends: Ends) -> None:
     torch.autograd.graph.increment_version([ends.weight])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_the_conjugate_of_a_weight_is_another_value() -> None:
+    """It has the same address, shape, strides and dtype."""
+    ends = Ends()
+    weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+    ends.weights.add(8, weight)
+    for value in (weight.conj(), weight.detach().conj()):
+        (found,) = ends.across(value.detach())
+        assert torch.equal(found, value)
+        assert found.data_ptr() != weight.data_ptr()
+    (found,) = ends.across(weight)
+    assert found.data_ptr() == weight.data_ptr()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.links import shared_memory
 from penstock.links.pickling import Inbox, Outbox, pack, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import LinkSink, LinkSource, Receiver, Sender
@@ -264,3 +265,51 @@ def test_functions_that_read_context_variables() -> None:
     given.set(4)
     read = unpack(*pack(lambda: (empty.get(None), default.get(), given.get())))
     assert read() == (None, 3, 4)
+
+
+@pytest.mark.timeout(20)
+def test_a_sender_does_not_wait_until_it_is_read(ends: Ends) -> None:
+    """Whatever it sends: two that send to each other before either reads would wait for ever."""
+    large, many = bytes(1 << 20), [torch.full((1,), float(k)) for k in range(20_000)]
+    for _ in range(2):
+        ends.sender.put([large, torch.ones(3), None])
+        ends.sender.put(many)  # of which the layout is long
+        ends.sender.put([1])
+        found, ones, nothing = ends.receiver.get()
+        assert found == large
+        assert torch.equal(ones, torch.ones(3))
+        assert nothing is None
+        assert torch.equal(torch.cat(ends.receiver.get()), torch.cat(many))
+        assert ends.receiver.get_nowait() == (1,)
+
+
+def test_what_is_pickled_apart_is_of_its_own_message(ends: Ends) -> None:
+    """Also if that one is given up."""
+    ends.sender.put([bytes(1 << 16)])
+    ends.dispatch += 1
+    ends.sender.put(["next"])
+    assert ends.receiver.get() == ("next",)
+    ends.sender.put(["x" * (1 << 16), "y"])
+    assert ends.receiver.get() == ("x" * (1 << 16), "y")
+
+
+def test_nothing_that_is_expanded_beside_something(ends: Ends) -> None:
+    nothing = torch.zeros(1, 1, 3).expand(4, 0, 3)
+    found, three = ends.across(nothing, torch.ones(3))
+    assert found.shape == nothing.shape
+    assert torch.equal(three, torch.ones(3))
+
+
+def test_layouts_are_forgotten_if_shapes_always_change(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By both processes; and numbers that were used before stand for other layouts."""
+    monkeypatch.setattr(shared_memory, "MOST_LAYOUTS", 5)
+    for size in (*range(1, 18), *range(1, 18)):
+        value = torch.arange(float(size)).reshape(1, size)
+        for _ in range(2):
+            (found,) = ends.across(value)
+            assert torch.equal(found, value)
+            del found
+    assert len(ends.sender._layouts) <= 5
+    assert len(ends.receiver._borrower._layouts) <= 5

@@ -322,6 +322,18 @@ def test_the_data_can_be_read_back(page: Page) -> None:
     assert msgspec.json.encode(back) == msgspec.json.encode(HISTORY)
 
 
+def test_the_data_of_a_long_run_are_bounded() -> None:
+    steps = [StepTimes(k, 1e9 + k, 1, 1.0, 0.5, k, 1.0, 8) for k in range(1, 100_001)]
+    html = report_html(replaced(HISTORY, steps=steps))
+    found = Page(html)
+    back = msgspec.json.decode(found.scripts["history-data"].encode(), type=History)
+    assert 2000 < len(back.steps) <= 4096
+    assert sum(times.steps for times in back.steps) == 100_000
+    assert back.steps[-1].step == 100_000
+    assert back.records == HISTORY.records
+    assert "steps that followed each other are put together" in found.text
+
+
 def test_it_is_light_and_dark_and_can_be_printed(page: Page) -> None:
     html = report_html(HISTORY)
     assert "prefers-color-scheme: dark" in html

@@ -190,3 +190,75 @@ def test_weights_that_were_cast_are_forgotten_between_steps(workers: Any) -> Non
         run_with_threads(lambda: reference.train_step(0, F.mse_loss, Y), 1)
     for name, p in twin.named_parameters():
         assert torch.equal(found[name], p.grad), name
+
+
+class Refine(nn.Module):
+    """Uses one cell several times, in autocast regions of its own."""
+
+    def __init__(self, regions: int = 4, uses: int = 1, opened: bool = True) -> None:
+        super().__init__()
+        self.i, self.cell, self.o = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+        self.regions, self.uses = regions, uses
+        self.opened = opened
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.i(x)
+        for _ in range(self.regions):
+            with torch.autocast("cpu", torch.bfloat16):
+                d = h
+                for _ in range(self.uses):
+                    d = self.cell(d)
+            h = torch.tanh(h + d.float())
+        if not self.opened:
+            self.last = None  # an assignment closes it
+        return self.o(h)
+
+
+def plain_step(model: nn.Module) -> None:
+    """A loop over micro-batches in plain PyTorch, in the thread of the test."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for x, y in zip(X.tensor_split(3), Y.tensor_split(3), strict=True):
+            (F.mse_loss(model(x), y) * (len(x) / len(X))).backward()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("regions", "uses"), [(4, 1), (1, 3)])
+def test_regions_of_the_model_are_the_outermost(
+    opened: bool, devices: int, regions: int, uses: int
+) -> None:
+    """A weight is cast once in each; its gradients are summed in its own precision between them."""
+    model = nn.Sequential(Refine(regions, uses, opened), nn.Tanh(), nn.Linear(6, 6))
+    twin = copy.deepcopy(model)
+    cuts = [] if devices == 1 else ["1"]
+    options: dict[str, Any] = {"devices": ["cpu"] * devices, "cuts": cuts, "replicas": 1}
+    with ps.Pipeline(model, (X,), num_microbatches=3, progress=None, **options) as pipe:
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    plain_step(twin)
+    assert_same(model, twin)
+
+
+def test_the_reference_runs_regions_of_the_model_as_the_outermost() -> None:
+    model = Refine()
+    twin = copy.deepcopy(model)
+    plain_step(model)
+    run_with_threads(lambda: plain_step(twin), 1)
+    assert_same(model, twin)
+
+
+def test_regions_of_the_model_are_inside_of_the_scripts() -> None:
+    model = nn.Sequential(Refine(), nn.Tanh(), nn.Linear(6, 6))
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {"devices": CPUS, "cuts": ["1"], "replicas": 1}
+    with (
+        ps.Pipeline(model, (X,), num_microbatches=3, progress=None, **options) as pipe,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+        reference = one_device(twin, pipe.program, 3, (X,), {})
+        run_with_threads(lambda: reference.train_step(0, F.mse_loss, Y), 1)
+    assert_same(model, twin)

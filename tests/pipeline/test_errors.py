@@ -144,6 +144,8 @@ def test_optimizers(pipe: ps.Pipeline, make: Callable[[ps.Pipeline], Any], words
         lambda ps: [{"params": list(ps)}],
         lambda ps: [{"params": next(iter(ps))}],
         lambda ps: [{"params": [("a name", p) for p in ps]}],
+        lambda ps: [{"params": ps}],
+        lambda ps: [{"params": (p for p in ps)}],
     ],
 )
 def test_parameters_that_no_worker_has(pipe: ps.Pipeline, wrap: Any) -> None:
@@ -151,6 +153,27 @@ def test_parameters_that_no_worker_has(pipe: ps.Pipeline, wrap: Any) -> None:
     with pytest.raises(ps.InputError, match=r"shape \(2, 3\) is not one of the model's"):
         pipe.optimizer(torch.optim.SGD, wrap(nn.Linear(3, 2).parameters()), lr=0.1)
     pipe.optimizer(torch.optim.SGD, wrap(pipe.model.parameters()), lr=0.1)
+
+
+def test_a_group_of_parameters_that_no_worker_has() -> None:
+    """Nothing is updated, not even what workers have."""
+    with built() as pipe:
+        _add_a_foreign_group(pipe)
+
+
+def _add_a_foreign_group(pipe: ps.Pipeline) -> None:
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    optimizer.add_param_group({"params": nn.Linear(3, 2).parameters()})
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    for parameter in pipe.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        with pytest.raises(ps.InputError, match=r"shape \(2, 3\) is not one of the model's"):
+            optimizer.step()
+    assert all(torch.equal(value, before[n]) for n, value in pipe.state_dict().items())
+    del optimizer.param_groups[-1]
+    optimizer.step()
+    assert not torch.equal(next(iter(pipe.state_dict().values())), next(iter(before.values())))
 
 
 def test_optimizers_cannot_be_copied(pipe: ps.Pipeline) -> None:

@@ -8,7 +8,9 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from penstock.comparison.reference import run_with_threads
 from penstock.links.segment import Segment, place_of
 from penstock.planning import planner
 from penstock.workers.processes.journal import Chunks, Journal, spans_of
+from penstock.workers.processes.workers import ProcessWorkers
 
 X, Y = torch.randn(24, 32), torch.randn(24, 32)
 COUNT = 4  # micro-batches
@@ -272,6 +275,22 @@ def test_results_whose_activations_are_lost_are_computed_again(tmp_path: Path) -
     assert pipe.members.number == 3
 
 
+def test_a_forward_that_others_run_again_moves_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it has ended in a worker before the script goes on."""
+    start = ProcessWorkers.start
+
+    def slowly(self: ProcessWorkers, order: Any) -> Any:
+        ticket = start(self, order)
+        time.sleep(0.1)
+        return ticket
+
+    monkeypatch.setattr(ProcessWorkers, "start", slowly)
+    pipe = check(tmp_path, {1: set_trap("forward")}, style="plain", on_failure="replace")
+    assert pipe.members.number == 1
+
+
 class Leaky(nn.Module):
     """Reads a buffer, and changes it."""
 
@@ -333,6 +352,53 @@ def test_what_modules_remember_is_what_it_was_before_the_pass(tmp_path: Path) ->
 
 def test_an_optimizer_that_remembers_numbers(tmp_path: Path) -> None:
     check(tmp_path, {0: set_trap("step"), 3: set_trap("step")}, Counting, on_failure="replace")
+
+
+def test_an_optimizer_that_remembers_numbers_begins_again(tmp_path: Path) -> None:
+    with surviving(built(tmp_path), X) as pipe:
+        optimizer = pipe.optimizer(Counting, lr=1e-2, folder=tmp_path)
+        initial = optimizer.state_dict()
+        for step in range(4):
+            if step == 3:
+                optimizer.load_state_dict(initial)
+            pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        assert {values["steps"] for values in state.values()} == {1}
+
+
+def end_when_updated(x: torch.Tensor, trap: Path, driver: int) -> None:
+    """Let a worker's process end, if the trap is set, when its optimizer has done its step."""
+    step = Chunks.step
+    if os.getpid() == driver or step.__name__ != "step":
+        return
+
+    def trapped(chunks: Chunks, settings: Any) -> bool:
+        is_there = step(chunks, settings)
+        spring(trap)
+        return is_there
+
+    Chunks.step = trapped  # type: ignore[method-assign]
+
+
+def test_a_step_that_was_complete_is_not_said_to_find_no_gradient(tmp_path: Path) -> None:
+    x, found = torch.randn(4, 6), []
+    look = partial(end_when_updated, trap=tmp_path / "trap", driver=os.getpid())
+    model = nn.Sequential(Looking(look), nn.Linear(6, 6))
+    for dies in (False, True):
+        own = copy.deepcopy(model)
+        with surviving(own, x, devices=["cpu"]) as pipe, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer = pipe.optimizer(torch.optim.Adam, lr=0.1)
+            for step in range(6):
+                optimizer.zero_grad()
+                pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+                if dies and step == 4:
+                    (tmp_path / "trap").touch()
+                optimizer.step()
+            assert pipe.members.number == dies
+            found.append([value.clone() for value in pipe.state_dict().values()])
+    assert all(map(torch.equal, *found))
 
 
 def test_map_goes_on(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -219,6 +220,23 @@ def test_dropout_in_both_modes_is_put_together() -> None:
     _, pipe = pipeline(lambda m, x, z: F.dropout(z, 0.1), X)
     with pipe:
         assert pipe(X).shape == (8, 4)
+
+
+@pytest.mark.parametrize(("precision", "is_taken"), [("highest", False), ("medium", True)])
+def test_products_may_round_as_torch_allows(precision: str, is_taken: bool) -> None:
+    """Where it allows bfloat16, a CPU's kernel for more rows may take that, and one for few not."""
+
+    def a_little_more(m: nn.Module, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return z * (1 + torch.tensor(x.shape[0]) * 1e-3)
+
+    torch.set_float32_matmul_precision(precision)
+    try:
+        _, pipe = pipeline(a_little_more, X)
+        refused = nullcontext() if is_taken else pytest.raises(ps.InputError, match="other rows")
+        with pipe, refused:
+            pipe(X)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_what_training_alone_does_with_rows_shows() -> None:

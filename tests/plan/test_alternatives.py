@@ -9,7 +9,7 @@ import penstock as ps
 from penstock.plan.alternatives import alternatives
 from penstock.plan.layout import Memory
 from penstock.profile.data import Link
-from tests.plan.test_plan import profile
+from tests.plan.test_plan import profile, scaled
 
 
 def test_one_device_takes_all_of_it_at_its_best_size() -> None:
@@ -43,14 +43,30 @@ def test_four_devices_may_be_two_pipelines() -> None:
 def test_the_slowest_device_decides_for_replicas() -> None:
     costs = profile([1.0, 2.0])
     fast = costs.on("cpu")
-    slow = msgspec.structs.replace(
-        fast,
-        kind="slow",
-        forward=tuple(tuple(3 * x for x in line) for line in fast.forward),
-        backward=tuple(tuple(3 * x for x in line) for line in fast.backward),
-    )
+    slow = scaled(fast, 3, "slow")
     mixed = msgspec.structs.replace(
         costs, devices=("cpu", "slow"), kinds={"cpu": fast, "slow": slow}
     )
     _, parallel = alternatives(mixed, Memory())
     assert parallel.predicted_step_seconds == pytest.approx(3 * 3 * 3 * 8.1, rel=1e-6)
+
+
+def test_one_device_is_the_fastest() -> None:
+    costs = profile([1.0, 2.0])
+    cpu = costs.on("cpu")
+    fast = scaled(cpu, 1 / 90, "gpu")
+    alone = alternatives(costs, Memory())[0].seconds
+    for devices in (("cpu", "gpu"), ("gpu", "cpu")):
+        mixed = msgspec.structs.replace(costs, devices=devices, kinds={"cpu": cpu, "gpu": fast})
+        assert alternatives(mixed, Memory())[0].seconds == pytest.approx(alone / 90)
+        assert "One device alone is predicted to be faster" in str(ps.plan(mixed, replicas=1))
+
+
+def test_more_devices_than_rows_have_no_data_parallelism() -> None:
+    costs = profile([1.0] * 4, devices=4, batch=3)
+    found = alternatives(costs, Memory())[1]
+    assert found.predicted_step_seconds is None
+    assert found.why == "4 replicas cannot share 3 rows"
+    plan = ps.plan(costs, replicas=1)
+    assert "ata parallel" not in str(plan).split("considered")[0]
+    assert "data parallel" not in plan.summary

@@ -363,3 +363,34 @@ def test_a_flow_on_machines_that_are_others() -> None:
     plan = ps.plan(profile, num_microbatches=2, replicas=1, inference=True)
     with pytest.raises(ps.PlanError, match="for 3 groups in flight, and for 9 the model"):
         what_if_planned(plan, replace(base, in_flight=9))
+
+
+def test_orders_of_more_devices_than_calls() -> None:
+    """Replicas are possible, whatever a stage on each of them is."""
+    devices = ("cpu",) * 4
+    small = costs(devices, links=False)
+    kind = small.on("cpu")
+    lines = {n: tuple(line[:3] for line in getattr(kind, n)) for n in ("forward", "backward")}
+    few = msgspec.structs.replace(
+        small,
+        kinds={"cpu": msgspec.structs.replace(kind, **lines)},
+        forbidden={},
+        labels=small.labels[:3],
+        weights=small.weights[:3],
+        boundary=small.boundary[:4],
+        outputs=small.outputs[:3],
+        states=small.states[:3],
+        tied=(),
+    )
+    assert ps.plan(few, inference=True, any_order=True).devices
+
+
+def test_more_replicas_than_rows_are_no_question_of_micro_batches() -> None:
+    few = costs(("cpu",) * 4, batch_size=2)
+    with pytest.raises(ps.PlanError, match="4 replicas cannot share 2 rows; give more"):
+        ps.plan(few, inference=True, replicas=4)
+
+
+def test_a_batch_has_a_row_for_every_micro_batch() -> None:
+    with pytest.raises(ps.InputError, match="4"):
+        what_if(costs(), WhatIf(2, 4, batch=2, replicas=1, inference=True))

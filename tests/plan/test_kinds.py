@@ -9,7 +9,7 @@ import penstock as ps
 from penstock.plan.decisions import WORTH_FEWER
 from penstock.plan.request import Limits, Request
 from penstock.plan.search import plans, plans_on_any
-from penstock.plan.text import advice
+from penstock.plan.text import advice, verdict
 from penstock.profile import DeviceProfile
 from tests.plan.test_replicated import CALLS, mixed, plan, profile
 
@@ -161,6 +161,28 @@ def test_how_many_workers_share_the_cores() -> None:
         ways = {(c.way, c.threads) for c in found.considered if not c.only_compared}
         assert ways >= {("one device", 2), ("data parallel", 1), ("pipeline", 1)}
         assert "threads" in str(found)
+
+
+@pytest.mark.parametrize("gain", [1.01, 0.99])
+def test_one_worker_that_is_about_as_fast_has_its_place_among_the_others(gain: float) -> None:
+    """It is measured with them, and the first line does not say that it is slower if it is not."""
+    two = with_threads(2, 1, 1e-3)
+    seconds = plans_on_any([two], Request())[0].predicted_step_seconds
+    whole = plans_on_any([with_threads(1, 2, 1e-3)], Request())[0].predicted_step_seconds
+    one = with_threads(1, 2, 1e-3 * seconds / whole / gain)
+    best, *others = plans_on_any([one, two], Request(), 20)
+    assert len(best.devices) == 2
+    seconds_of = [found.predicted_step_seconds for found in others]
+    assert seconds_of == sorted(seconds_of)
+    alone = next(found for found in others if found.way == "one device")
+    ratio = best.predicted_step_seconds / alone.predicted_step_seconds
+    assert ratio == pytest.approx(gain, abs=0.005)
+    said = verdict(best)
+    assert best.is_worth_it is ("2 replicas are predicted to be the fastest" in said) is (gain < 1)
+    assert ("and one device alone" in said and "within the noise" in said) is (gain > 1)
+    said = verdict(alone)  # if it was measured to be faster
+    assert said.startswith("One worker with 2 intra-op threads is predicted to ")
+    assert ("and the best plan of several workers" in said) is (gain < 1)
 
 
 def test_what_one_worker_takes_alone_is_not_derived_where_it_was_measured() -> None:

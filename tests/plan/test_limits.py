@@ -249,3 +249,61 @@ def test_workers_that_copy_gradients_have_them_twice(replicas: Any) -> None:
         for copies in (False, True)
     ]
     assert held[1] - held[0] == CALLS * 1000
+
+
+def _what_would_fit(costs: ps.Profile, **ask: Any) -> list[dict[str, Any]]:
+    """The changes that the error names, as arguments."""
+    with pytest.raises(ps.PlanError) as raised:
+        ps.plan(costs, **ask)
+    found: list[dict[str, Any]] = []
+    for text in str(raised.value).rpartition("What would fit: ")[2].split("; "):
+        change: dict[str, Any] = {}
+        for part in text.split(" with "):
+            if match := re.match(r"(\d+) devices like these", part):
+                change["devices"] = int(match[1])
+            elif part == "cuts that Penstock chooses":
+                change["cuts"] = None
+            else:
+                name, _, value = part.partition("=")
+                change[name] = int(value) if value.isdigit() else value.strip('"')
+        found.append(change)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "ask"),
+    [
+        ({"weights": (4000,) * CALLS}, {"cuts": (11,), "memory_limit": 120_000}),
+        ({}, {"cuts": (1,), "memory_limit": 16_000, "num_microbatches": 4, "schedule": "gpipe"}),
+        ({}, {"schedule": "gpipe", "recompute": "none", "memory_limit": 60_000}),
+        (
+            {},
+            {
+                "schedule": "gpipe",
+                "recompute": "none",
+                "num_microbatches": 4,
+                "memory_limit": 40_000,
+            },
+        ),
+        ({}, {"schedule": "interleaved", "recompute": "none", "memory_limit": 12_000}),
+        ({"weights": (4000,) * CALLS}, {"memory_limit": 60_000}),
+        ({"weights": (4000,) * CALLS}, {"memory_limit": 100_000, "schedule": "zero-bubble-v"}),
+    ],
+)
+def test_what_would_fit_does(changes: dict[str, Any], ask: dict[str, Any]) -> None:
+    """Each change alone, and nothing else, makes it possible."""
+    for change in _what_would_fit(hungry(**changes), replicas=1, **ask):
+        number = change.pop("devices", 2)
+        assert ps.plan(hungry(number, **changes), **{**ask, **change}, replicas=1)
+
+
+@pytest.mark.parametrize("weights", [10, 4000])
+def test_what_would_fit_counts_all_replicas(weights: int) -> None:
+    changes = {"weights": (weights,) * CALLS}
+    ask: dict[str, Any] = {"num_microbatches": 2, "replicas": 2, "recompute": "none"}
+    limit = 10_000 if weights == 10 else 70_000
+    named = _what_would_fit(hungry(4, **changes), memory_limit=limit, **ask)
+    for change in named:
+        number = change.pop("devices", 4)
+        assert number % 2 == 0
+        assert ps.plan(hungry(number, **changes), memory_limit=limit, **{**ask, **change})

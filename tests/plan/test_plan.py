@@ -33,6 +33,15 @@ def profile(calls: list[float], devices: int = 2, batch: int = 16, **changes: An
     return msgspec.structs.replace(found, **changes)
 
 
+def scaled(kind: DeviceProfile, factor: float, name: str = "cpu") -> DeviceProfile:
+    """A device on which every call takes so many times as long."""
+    tables = {
+        table: tuple(tuple(factor * x for x in line) for line in getattr(kind, table))
+        for table in ("forward", "backward")
+    }
+    return msgspec.structs.replace(kind, kind=name, **tables)
+
+
 def test_the_choice_is_the_best_that_was_considered() -> None:
     plan = ps.plan(profile([1, 2, 3, 4, 3, 2, 1]), replicas=1)
     split = [c for c in plan.considered if c.way == "pipeline"]
@@ -177,3 +186,11 @@ def test_a_plan_whose_stages_were_moved_by_hand(tmp_path: Path) -> None:
         ps.Plan.load(path)
     with pytest.raises(ps.PlanError, match="last stage ends with call 3, and the program has 5"):
         plan.check_fits(plan.fingerprint, plan.devices, 5)
+
+
+def test_calls_that_take_no_time_leave_the_bound_as_it_is() -> None:
+    """Such as those of a model without weights that read nothing but objects."""
+    ask: dict[str, Any] = {"num_microbatches": 4, "schedule": "1f1b", "replicas": 1}
+    plain, more = ([1.0] * 4, [1.0, 1.0, 0.0, 1.0, 1.0])
+    bounds = [ps.plan(profile(calls), **ask).bound_seconds for calls in (plain, more)]
+    assert bounds[0] == pytest.approx(bounds[1])

@@ -7,7 +7,7 @@ import pytest
 
 import penstock as ps
 from penstock.plan import Plan
-from penstock.plan.text import considered, stages, verdict, winner
+from penstock.plan.text import considered, launches, stages, verdict, winner
 from tests.plan.test_plan import profile
 
 
@@ -46,6 +46,25 @@ def test_what_wins_is_said_first(
     assert winner(found) == way
     assert words in verdict(found)
     assert str(found).splitlines()[0] == verdict(found)
+
+
+@pytest.mark.parametrize(
+    ("devices", "note", "words"),
+    [
+        (("cpu", "cpu"), "", "every device; replicas=2 does that, and sums gradients in the order"),
+        (("cuda:0", "cuda:1"), "", "device; in threads and under torchrun, replicas=2 does that"),
+        (("cpu", "cuda:0"), "", "every device; as with DistributedDataParallel, which sums"),
+        (("cpu", "cpu"), "There is one replica, as", "a replica of the model on every device."),
+    ],
+)
+def test_how_to_have_replicas_that_would_win(
+    devices: tuple[str, ...], note: str, words: str
+) -> None:
+    found = plan(0.6, 0.5)
+    stages = [
+        msgspec.structs.replace(stage, device=devices[stage.worker]) for stage in found.stages
+    ]
+    assert words in verdict(msgspec.structs.replace(found, stages=tuple(stages), note=note))
 
 
 def test_one_device_has_nothing_to_split() -> None:
@@ -103,3 +122,15 @@ def test_what_does_not_fit_says_so() -> None:
     gpipe = next(line for line in lines if line.startswith("gpipe"))
     assert "does not fit the memory by" in gpipe
     assert "-" in gpipe.split()
+
+
+def test_what_is_for_one_replica_is_not_proposed_to_several() -> None:
+    costs = profile([1, 2, 3, 4])
+    kind = costs.on("cpu")
+    gpu = msgspec.structs.replace(kind, kind="cuda:0", launching=1e9)
+    on_gpus = msgspec.structs.replace(costs, devices=("cuda:0",) * 2, kinds={"cuda:0": gpu})
+    assert "cuda_graphs=True" in launches(ps.plan(on_gpus, replicas=1), on_gpus)[0]
+    (found,) = launches(ps.plan(on_gpus, replicas=2), on_gpus)
+    assert "larger micro-batches" in found
+    assert "cuda_graphs" not in found
+    assert "processes" not in found

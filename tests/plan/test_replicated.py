@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.plan.alternatives import gathering_seconds
 from penstock.plan.request import Limits, Request
-from penstock.plan.search import plans
+from penstock.plan.search import plans, plans_on_any
 from penstock.plan.shares import BUCKET, blocks, dealt, rows_of_replicas
 from penstock.plan.stages import EFFORT
 from penstock.plan.text import replicas
@@ -22,6 +22,7 @@ from penstock.profile.data import Link
 from penstock.profile.hardware import parse
 from penstock.profile.rows import split_rows
 from penstock.simulate import Simulator
+from tests.plan.test_plan import scaled
 
 CALLS = 8
 
@@ -390,3 +391,33 @@ def test_gradients_travel_to_the_first_replica_while_others_are_computed() -> No
     assert beside(10.0) == copying + (share * copying - 10) + 2 + adding
     small = gathering_seconds(20.0, replicas, share, link, adding=5.0, seconds=100.0)
     assert small == 2 * 2 * 20 / 10 + 2 + 2 * 20 / 5
+
+
+def test_no_replica_has_micro_batches_that_the_model_refuses() -> None:
+    """BatchNorm, for one, refuses a single row: then no smaller size was measured."""
+    costs = profile(2)
+    kind = costs.on("cpu")
+    lines = {"forward": kind.forward[1:], "backward": kind.backward[1:]}
+    refused = msgspec.structs.replace(kind, rows=kind.rows[1:], **lines)
+    few = msgspec.structs.replace(costs, batch_size=3, kinds={"cpu": refused})
+    assert plan(few).replicas == 1
+    assert plan(few, replicas=2).replicas == 2  # as asked for
+    assert plan(msgspec.structs.replace(few, batch_size=4)).microbatch_size >= 2
+
+
+@pytest.mark.parametrize(("share", "workers"), [(1.0, 2), (0.99, 2), (0.95, 1)])
+def test_one_worker_with_all_cores_has_to_be_clearly_faster(share: float, workers: int) -> None:
+    """Such differences are within the noise of a profile, and its threads wait for each other."""
+    several = msgspec.structs.replace(profile(2), threads=1)
+    seconds = plans_on_any([several], Request())[0].predicted_step_seconds
+    alone = plans_on_any([several.alone("cpu")], Request())[0].predicted_step_seconds
+    factor = share * seconds / alone
+    faster = scaled(several.on("cpu"), factor)
+    one = msgspec.structs.replace(several, devices=("cpu",), threads=2, kinds={"cpu": faster})
+    for both in ([one, several], [several, one]):
+        found = plans_on_any(both, Request())[0]
+        assert len(found.devices) == workers
+        assert (
+            f"{found.predicted_step_seconds:.3f}"
+            == f"{seconds * (share if workers == 1 else 1):.3f}"
+        )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.plan.candidates import PREFERENCE
 from penstock.schedule import SCHEDULES
-from tests.plan.test_plan import profile
+from tests.plan.test_plan import profile, scaled
 
 COSTS = st.lists(st.floats(0.01, 10.0), min_size=3, max_size=9)
 
@@ -114,12 +114,7 @@ def test_many_devices_are_put_into_the_order_that_suits() -> None:
     """One heavy call at the end wants the fast device, which is given first."""
     costs = profile([1.0] * 6 + [4.0], devices=4)
     fast = costs.on("cpu")
-    quick = msgspec.structs.replace(
-        fast,
-        kind="fast",
-        forward=tuple(tuple(x / 4 for x in line) for line in fast.forward),
-        backward=tuple(tuple(x / 4 for x in line) for line in fast.backward),
-    )
+    quick = scaled(fast, 1 / 4, "fast")
     mixed = msgspec.structs.replace(
         costs, devices=("fast", "cpu", "cpu", "cpu"), kinds={"cpu": fast, "fast": quick}
     )

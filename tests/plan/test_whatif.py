@@ -204,3 +204,10 @@ def test_a_plan_of_replicas_needs_its_profile() -> None:
     case = WhatIf(workers=2, num_microbatches=2, replicas=2)
     with pytest.raises(ps.PlanError, match=r"2 replicas, .* give the profile"):
         what_if_planned(replicated, case)
+
+
+def test_a_plan_alone_has_the_rows_that_it_was_made_for() -> None:
+    """With other micro-batches of the same batch they have other rows, which takes a profile."""
+    case = WhatIf(workers=2, num_microbatches=8, microbatch_size=4, batch=16, schedule="1f1b")
+    with pytest.raises(ps.PlanError, match="4 rows in a micro-batch, and for 2"):
+        what_if_planned(planned(), case)

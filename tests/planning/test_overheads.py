@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -124,3 +125,19 @@ def test_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert are_known([CPU], "another", 1)
     assert not are_known([CPU] * 2, "one", 2)
     assert not are_known([CPU] * 2, "another", 1)
+
+
+def test_gpus_have_no_intra_op_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So their overheads are those of any number of them."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert not are_known(gpus, "one", 4)
+    nothing = overheads.Overheads(links={}, overhead_seconds=0, adding_seconds=0, overlap=True)
+    ProfileCache().write(overheads._key(gpus, "one", 0), msgspec.json.encode(nothing))
+    assert are_known(gpus, "one", 4)
+
+
+def test_a_damaged_file_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    ProfileCache().write(overheads._key([CPU, CPU], "one", 1), b'{"links": {"\xff>cpu": {}}}')
+    assert not are_known([CPU, CPU], "one", 1)

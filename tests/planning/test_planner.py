@@ -55,7 +55,7 @@ def test_one_thread_is_measured_where_a_single_worker_has_short_steps(
     def note(*args: Any, choices: Any, **options: Any) -> Any:
         asked.append([threads for _, threads in choices])
         found, cached = measured(*args, choices=choices, **options)
-        slower = {1: 1.0, 2: 0.5}  # two threads help
+        slower = {1: 1.0, 2: 0.4}  # two threads help
         return [_times(own, slower[own.threads] * costs[-1]) for own in found], cached
 
     model = mlp(8, 8, 8)

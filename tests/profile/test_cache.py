@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,33 @@ def test_a_batch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="num_microbatches=9, but the batch has 8 rows"):
         measured(program(), tmp_path, num_microbatches=9)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda: torch.backends.mkldnn.flags(enabled=False),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        torch.autograd.detect_anomaly,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:TF32 acceleration")
+def test_settings_of_torch_are_in_the_key(settings: Callable[[], Any]) -> None:
+    same = program()
+    outside = cache_key(same, [X], ["cpu"])
+    with settings():
+        assert cache_key(same, [X], ["cpu"]) != outside
+    assert cache_key(same, [X], ["cpu"]) == outside
+
+
+def test_the_layout_in_memory_is_in_the_key() -> None:
+    """Convolutions with their channels last take another time."""
+    images = torch.randn(2, 3, 8, 8)
+    last = images.to(memory_format=torch.channels_last)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3))
+
+    keys = {_key(model(), images), _key(model(), last)}
+    keys.add(_key(model().to(memory_format=torch.channels_last), images))
+    assert len(keys) == 3

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.capture import ROWS
 from penstock.profile import measure
 from penstock.profile import team as team_module
 from penstock.profile.halving import launch_and_rate
@@ -348,3 +352,59 @@ def test_what_halving_costs_is_never_negative_however_noisy() -> None:
     assert launch == 0
     assert rate == pytest.approx(0.01)
     assert launch_and_rate({1: -0.02, 4: -0.01}, totals) == (0.0, 0.0)
+
+
+def test_sizes_that_do_not_fit_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole program is measured on one device, which need not hold a large micro-batch."""
+    plain, asked = Team.measure, list[int]()
+
+    def limited(self: Team, leaves: list[torch.Tensor], *rest: Any) -> list[Timing]:
+        asked.append(len(leaves[0]))
+        if len(leaves[0]) > 4:
+            raise torch.OutOfMemoryError("no more")
+        return plain(self, leaves, *rest)
+
+    monkeypatch.setattr(Team, "measure", limited)
+    program = ps.capture(mlp(4, 4, 4), (torch.randn(16, 4),))
+    costs = ps.profile(program, devices=["cpu", "cpu"])
+    assert set(costs.on("cpu").rows) <= {1, 2, 4}
+    assert sum(rows > 4 for rows in asked) == 1  # nor is a larger one tried
+    assert ps.plan(costs).microbatch_size <= 4
+    monkeypatch.setattr(Team, "measure", lambda *_: [][1])
+    with pytest.raises(IndexError):
+        ps.profile(program, devices=["cpu"])
+
+
+def test_what_did_not_fit_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: what is measured next needs the memory."""
+    plain, held, alive = team_module._Member._whole, list[Any](), list[bool]()
+
+    def limited(self: Any, values: Any, sizes: Any) -> tuple[float, float]:
+        activations = torch.empty(8)
+        if sizes[ROWS] > 4:
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("no more")
+        return plain(self, values, sizes)
+
+    def progress(*_: Any) -> None:
+        alive.extend(ref() is not None for ref in held)
+
+    monkeypatch.setattr(team_module._Member, "_whole", limited)
+    program = ps.capture(mlp(4, 4, 4), (torch.randn(16, 4),))
+    gc.disable()
+    try:
+        ps.profile(program, devices=["cpu", "cpu"], seconds=1.0, progress=progress)
+    finally:
+        gc.enable()
+    assert alive
+    assert not any(alive)
+
+
+def test_a_model_that_fits_with_no_size_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> list[Timing]:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(Team, "measure", full)
+    program = ps.capture(mlp(4, 4, 4), (torch.randn(16, 4),))
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        ps.profile(program, devices=["cpu"])

@@ -12,7 +12,7 @@ from penstock.serving import Served
 from penstock.serving.completions import Reader
 from penstock.serving.plain import as_plain, prediction
 from penstock.serving.refusal import Refusal
-from tests.serving.models import CONTEXT, END, gpt2, letters, net
+from tests.serving.models import CONTEXT, END, gpt2, letters, net, t5
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,22 @@ def test_jobs(reader: Reader) -> None:
         assert stops(torch.tensor([[*prompt, 5, x]]), None).tolist() == [True]
         assert stops(torch.tensor([[*prompt, 5]]), None).tolist() == [False]  # it begins again
     assert first.group.kwargs["num_beams"] == 1
+
+
+def test_a_stop_text_ends_what_a_decoder_beside_an_encoder_generates() -> None:
+    """The prompt is the encoder's, however long it is."""
+    model: Any = t5()
+    reader = Reader(Served.of((model, letters()), "t5"), 32)
+    body = {"prompt": "a long prompt", "max_tokens": 6, "temperature": 0}
+
+    def generated(**more: Any) -> list[int]:
+        (job,) = reader.jobs(reader.completion({**body, **more}), 0)
+        found: list[int] = model.generate(*job.group.args, **job.group.kwargs)[0].tolist()
+        return found
+
+    whole = generated()
+    assert len(whole) == 7  # with the token that a decoder begins with
+    assert generated(stop=letters().decode(whole[1:2])) == whole[:2]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ from penstock.serving.counting import Counts
 from penstock.serving.engine import Engine
 from penstock.serving.refusal import Refusal
 from penstock.serving.server import Settings
-from tests.serving.models import gpt2, gpt2_with_letters, t5
+from tests.serving.models import gpt2, gpt2_with_letters, letters, t5
 from tests.serving.test_engine import PATIENCE, Slow, engine
 
 
@@ -111,7 +113,7 @@ async def request(application: Application, body: dict[str, Any], reads: int) ->
         "method": "POST",
         "path": "/v1/completions",
         "query_string": b"",
-        "headers": [],
+        "headers": [(b"host", b"localhost")],
     }
     await asyncio.wait_for(application(scope, receive, send), PATIENCE)
     return got
@@ -164,3 +166,44 @@ def test_the_dashboard_and_the_docs_have_every_series_of_the_server() -> None:
     for shown in (home / "examples" / "grafana.json", home / "docs" / "serving.md"):
         names = re.findall(r"penstock_serving_\w+", shown.read_text())
         assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in names} == served
+
+
+def test_prompts_are_counted_before_anything_is_made_of_them() -> None:
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a prompt was read")
+
+    served = Served.of((gpt2(), never), "gpt2")
+    with engine(Slow(), 4) as made:
+        reader = Reader(served, 16, check_count=made.check_count)
+        for prompts in (["a"] * 5, [[1]] * 5):
+            with pytest.raises(Refusal, match=r"room for 4 in all.*--queue") as found:
+                reader.completion({"prompt": prompts})
+            assert found.value.status == 400
+            assert found.value.body["error"]["param"] == "prompt"
+        assert len(reader.completion({"prompt": [[1]] * 4}).prompts) == 4
+
+
+def test_others_are_answered_while_a_long_text_is_read() -> None:
+    begun, may_go_on, real = threading.Event(), threading.Event(), letters()
+
+    def tokenizer(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert may_go_on.wait(2)
+        return real(*args, **kwargs)
+
+    async def answers(application: Any) -> list[int]:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"prompt": "a" * 9}
+            reading = asyncio.ensure_future(client.post("/v1/completions", json=body))
+            while not begun.is_set():
+                await asyncio.sleep(0)
+            health = await client.get("/health")
+            may_go_on.set()
+            return [health.status_code, (await reading).status_code]
+
+    served = Served.of((gpt2(), tokenizer), "gpt2")
+    with engine(Slow(), 4) as made:
+        reader = Reader(served, 16, 8)  # the text is too long, which is known when it is read
+        application = app.Endpoints(served, made, counts_of(made), PATIENCE, reader).app()
+        assert asyncio.run(answers(application)) == [200, 400]

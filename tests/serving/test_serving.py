@@ -231,7 +231,7 @@ def test_a_failure_of_the_server_has_openais_form() -> None:
 
     async def answer() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post("/v1/completions", json={"prompt": "ab"})
 
     found = asyncio.run(answer())

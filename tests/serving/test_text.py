@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from tokenizers import AddedToken
 
-from penstock.serving.text import Text
+from penstock.serving.text import Stopping, Text
 from tests.serving.models import letters
 
 
@@ -61,3 +63,38 @@ def test_pieces_are_the_whole_of_a_real_tokenizer() -> None:
     ids = tokenizer("hello world").input_ids
     text = Text(tokenizer)
     assert "".join(text.add([token]) for token in ids) + text.end() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 20])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ("<end>", "ab"),
+        ("b<end>", "a"),
+        ("<end>c", "ab"),
+        ("<end><end>", "abcd"),
+        ("<other>", "abc"),
+        ("d", "abc"),
+        ("cd", "ab"),
+    ],
+)
+def test_special_tokens_stop_it_and_are_no_text(size: int, stop: str, expected: str) -> None:
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>", "<other>"]})
+    end, other = tokenizer.convert_tokens_to_ids(["<end>", "<other>"])
+    a, b, c, d = tokenizer("abcd").input_ids
+    given = [a, b, end, c, other, d, end, end]
+    text, stopping = Text(tokenizer, stop=[stop]), Stopping(tokenizer, [stop], 0)
+    pieces = [text.add(given[k : k + size]) for k in range(0, len(given), size)]
+    assert "".join(pieces) + text.end() == expected
+    assert text.stopped
+    assert stopping(torch.tensor([given]), None).tolist() == [True]
+
+
+def test_a_special_token_that_is_spelled_out_stops_it_too() -> None:
+    class Spelled(Bytes):
+        added_tokens_decoder: ClassVar = {300: AddedToken("<end>", special=True)}
+
+    text = Text(Spelled(), stop=["<end>"])
+    assert text.add(b"a<en") + text.add(b"d>b") + text.end() == "a"
+    assert text.stopped

@@ -7,6 +7,7 @@ Most of the start of an actor is an import. A test that uses lent actors does no
 from __future__ import annotations
 
 import atexit
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ def have_ray() -> None:
             warnings.simplefilter("ignore")
             patch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
             ray.init("local", num_cpus=CPUS, include_dashboard=False, logging_level="ERROR")
+            gc.collect()  # files that Ray leaves open, of which another test would be told
         atexit.register(ray.shutdown)
 
 

@@ -429,3 +429,17 @@ def train_beside(
             assert torch.equal(one.grad, other.grad)
         ours.step()
         theirs.step()
+
+
+def assert_same_gradients(
+    pipe: ps.Pipeline, plain: nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    """Raise unless two steps of 4 micro-batches give both models the same gradients."""
+    for _ in range(2):
+        pipe.train_step(x, target=y, loss_fn=F.mse_loss)
+        for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+            (F.mse_loss(plain(part), target) / 4).backward()
+    for p, q in zip(plain.parameters(), pipe.model.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)

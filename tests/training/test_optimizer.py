@@ -55,6 +55,42 @@ def test_equal_to_the_plain_one(
     train(pipe, pipe.optimizer(kind, **options), twin, kind(twin.parameters(), **options), 3)
 
 
+class Tempered(torch.optim.AdamW):
+    """Has a setting that older state dicts do not have."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.usual = 0.5
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("temper", self.usual)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Tempered])
+def test_the_state_of_an_older_version(
+    pipe: ps.Pipeline, kind: type[Optimizer], masters: bool
+) -> None:
+    """Counts of steps were numbers, and settings were missing."""
+    ours = pipe.optimizer(kind, lr=0.01, master_weights=masters)
+    pipe.train_step(X, target=Y, loss_fn=F.mse_loss)
+    ours.step()
+    old = copy.deepcopy(ours.state_dict())
+    for state in old["state"].values():
+        state["step"] = int(state["step"])
+    for group in old["param_groups"]:
+        del group["maximize"]
+    ours.load_state_dict(old)
+    assert all(isinstance(state["step"], torch.Tensor) for state in ours.state.values())
+    (group,) = ours.param_groups
+    assert group["maximize"] is False
+    assert group.get("temper") == (0.5 if kind is Tempered else None)
+    ours.step()
+    assert {int(state["step"]) for state in ours.state.values()} == {2}
+
+
 def test_groups_and_a_scheduler(pipe: ps.Pipeline) -> None:
     twin = copy.deepcopy(pipe.model)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +61,40 @@ def test_state_follows_parameters_to_other_devices() -> None:
         assert own["exp_avg"].device.type == "meta"
         assert own["step"].device.type == ("meta" if fused else "cpu")
         assert own["other"] == 1
+
+
+class Together(torch.optim.SGD):
+    """Remembers a number for all parameters, on which its steps depend."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        together: dict[str, int] = self.state["together"]
+        together["steps"] = together.get("steps", 0) + 1
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.add_(parameter.grad, alpha=-0.1 / together["steps"])
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "replace"])
+def test_what_belongs_to_no_parameter_is_kept(tmp_path: Path, on_failure: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
+    options: dict[str, Any] = {"replicas": 1, "num_microbatches": 1, "on_failure": on_failure}
+    with ps.Pipeline(model, (x,), devices=["cpu"] * 2, workers="processes", **options) as pipe:
+        optimizer = pipe.optimizer(Together)
+
+        def step() -> dict[str, int]:
+            optimizer.zero_grad()
+            pipe.train_step(x, loss_fn=lambda y: y.square().mean())
+            optimizer.step()
+            found: dict[str, int] = optimizer.state_dict()["state"]["together"]
+            return found
+
+        assert step() == {"steps": 1}
+        pipe.save(tmp_path, optimizer=optimizer)
+        assert ps.load(tmp_path).optimizer_state()["state"] == {"together": {"steps": 1}}
+        initial = optimizer.state_dict()
+        pipe.resize(["cpu"])
+        assert step() == {"steps": 2}
+        optimizer.load_state_dict(initial)
+        assert step() == {"steps": 2}
+        ps.load(tmp_path).restore(pipe, optimizer=optimizer)
+        assert step() == {"steps": 2}

@@ -20,9 +20,14 @@ from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
+from penstock.bench.footprint import limit_arenas
 from penstock.bench.peers.peer import HOST, Build, Peer, Place, Reading
 from penstock.bench.peers.workload import Workload
 from penstock.loading import tolerate_missing_torchvision_operators
+
+_AT_A_TIME = 2
+"""Micro-batches that a worker computes at a time, one forward and one backward. Its many threads
+share as many arenas, or each would keep the memory of the micro-batches that it has had."""
 
 
 class Shard:
@@ -110,6 +115,7 @@ class Master(Worker):
 
 
 def _join(name: str, place: Place, workload: Workload) -> None:
+    limit_arenas(_AT_A_TIME)
     tolerate_missing_torchvision_operators()  # stages may be parts of its models
     # Torch warns here of deprecated calls of its own, whatever the filters are: warnings go to a
     # logger without handlers.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from penstock.workers.common_jobs import Modes
 from penstock.workers.placement import check_separate
 from penstock.workers.pool import Job
 from penstock.workers.probe import adding_here, overhead_here, ping, pong
-from penstock.workers.processes.jobs import End, Enter
+from penstock.workers.processes.jobs import End, Enter, linked
 from penstock.workers.processes.pool import ProcessPool, ProcessSurvivors
 from penstock.workers.processes.worker_state import WorkerState
 from penstock.workers.processes.workers import ProcessWorkers
@@ -200,11 +199,7 @@ class ProcessProbe:
         self, one: torch.device, other: torch.device, size: int = 0, rounds: int = 0
     ) -> list[Any]:
         """What the first two workers measure at the ends of a link between them."""
-        here, there = socket.socketpair()
-        with here, there:
-            grants = self.pool.grant(here.fileno(), 0), self.pool.grant(there.fileno(), 1)
-        to, back = (other, one) if can_cross(one, other) else (None, None)
-        ends = End("sink", grants[0], to), End("source", grants[1], back)
+        ends = linked(self.pool.grant, 0, 1, (one, other))
         jobs = [_AtEnd(*at, size, rounds) for at in zip(ends, (one, other), strict=True)]
         return self._first_two(jobs)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -24,6 +25,7 @@ from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.residents import States
 from penstock.engine.span import MicroBatch
 from penstock.engine.stage import Before
+from penstock.links.device_memory import can_cross
 from penstock.links.local import LocalLink
 from penstock.links.pickling import Packed, unpack
 from penstock.links.shared_memory import LinkSink, LinkSource
@@ -34,7 +36,7 @@ from penstock.workers.common_jobs import GivenValues, follow_script, leaving_no_
 from penstock.workers.following import AttributeChanges
 from penstock.workers.members import Member
 from penstock.workers.memories import unchanged
-from penstock.workers.optimizer_parts import use_settings
+from penstock.workers.optimizer_parts import step_part
 from penstock.workers.process_state import freeze, loading
 from penstock.workers.processes.shared_model import Crossing, Gradients, Package
 from penstock.workers.processes.turns import Turnstile
@@ -54,6 +56,26 @@ class End(NamedTuple):
     kind: Literal["sink", "source", "local"]
     grant: int = 0
     peer: torch.device | None = None
+
+
+def linked(
+    grant: Callable[[int, int], int], one: int, other: int, devices: Sequence[torch.device]
+) -> tuple[End, End]:
+    """The ends of a new link of two workers, for the one that sends and the one that receives.
+
+    Args:
+        grant: gives a file to a worker, as `ProcessPool.grant`.
+        one, other: the numbers of the workers.
+        devices: theirs.
+    """
+    here, there = devices
+    to, back = (there, here) if can_cross(here, there) else (None, None)
+    sink, source = socket.socketpair()
+    with sink, source:
+        return (
+            End("sink", grant(sink.fileno(), one), to),
+            End("source", grant(source.fileno(), other), back),
+        )
 
 
 @dataclass(frozen=True)
@@ -312,7 +334,7 @@ class RunLike:
         sizes: of the micro-batch.
         key: of its random numbers: seed, step and number of the micro-batch.
         way: the number of the way that it takes.
-        states: the fields of the micro-batch's `States`.
+        states: the fields of the micro-batch's `States`, if it has any.
         values: the values that enter the first stage; `None` if another worker has it.
         weights_since: the pass since which no weight has changed, see `Order`.
     """
@@ -322,7 +344,7 @@ class RunLike:
     sizes: Sizes
     key: tuple[int, int, int]
     way: int
-    states: tuple[Any, ...]
+    states: tuple[Any, ...] | None
     values: tuple[Any, ...] | None
     weights_since: int
 
@@ -331,7 +353,8 @@ class RunLike:
 
     def __call__(self, own: WorkerState) -> Outcome:
         """Run the pass, and return what has come of it."""
-        microbatch = MicroBatch(self.sizes, Key(*self.key), self.way, States(*self.states))
+        states = None if self.states is None else States(*self.states)
+        microbatch = MicroBatch(self.sizes, Key(*self.key), self.way, states)
         values = () if self.values is None else (self.values,)
         order = own.kinds[self.kind].changed(
             number=self.number,
@@ -413,8 +436,7 @@ class Step:
     def __call__(self, own: WorkerState) -> None:
         """Step the part with the settings and the gradients of the driver."""
         part = own.optimizers[self.number]
-        use_settings(part, self.settings)
         own.begin(self.gradients, updates=True)
         for common in own.replica.common.values():
             common.wait_for(self.before)  # forwards that were started before have these weights
-        part.step()
+        step_part(part, self.settings)

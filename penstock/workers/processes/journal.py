@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from penstock.board.activity import UPDATING
 from penstock.engine.stage import Before
 from penstock.links.segment import ALIGNMENT, Segment, TensorPlace, aligned, place_of
-from penstock.workers.optimizer_parts import part_of, use_settings
+from penstock.workers.optimizer_parts import part_of, step_part
 from penstock.workers.processes.shared_model import Gradients
 from penstock.workers.processes.worker_state import WorkerState
 
@@ -175,8 +175,7 @@ class Chunks:
         is_there = True
         for number, (chunk, each) in enumerate(zip(self._chunks, self._steps, strict=True)):
             self._journal.begin(number)
-            use_settings(each, settings)
-            each.step()
+            step_part(each, settings)
             now, expected = self._remembered(chunk), self._expected[number]
             if len(now) != len(expected) or not all(map(is_, now, expected)):
                 is_there &= self._bring(chunk, expected)
@@ -260,8 +259,7 @@ class OutlivingStep:
         if self.chunked:
             is_there = own.chunks[self.number].step(self.settings)
             return None if is_there else own.remembered(self.number)
-        use_settings(part, self.settings)
-        part.step()
+        step_part(part, self.settings)
         return own.remembered(self.number)
 
 

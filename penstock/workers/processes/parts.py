@@ -72,6 +72,10 @@ class RemoteParts:
         self.number = number
         self._owners = owners
         self._access = access
+        self._numbers: list[dict[Any, nn.Parameter]] = [
+            {access.shared.number(place, parameter): parameter for parameter in owned}
+            for place, owned in zip(access.places, owners, strict=True)
+        ]  # as they were sent: a place may give up parameters later
         self._kept: State | None = None
 
     @property
@@ -124,20 +128,18 @@ class RemoteParts:
         state.update(self._named(parts))
 
     def _named(self, parts: Sequence[Numbered]) -> State:
-        """What all parts remember, by the parameters themselves."""
+        """What all parts remember, by the parameters themselves; of other keys the first's."""
         state: dict[Any, Any] = {}
-        for place, owned, found in zip(self._access.places, self._owners, parts, strict=True):
-            numbers: dict[Any, Any] = {self._access.shared.number(place, p): p for p in owned}
+        for numbers, found in zip(self._numbers, parts, strict=True):
             for key, value in found.items():
-                state[numbers.get(key, key)] = value
+                state.setdefault(numbers.get(key, key), value)
         return state
 
     def load(self, state: State) -> None:
         """Let the parts remember what is in `state`."""
         jobs = []
-        for place, owned in zip(self._access.places, self._owners, strict=True):
-            own = {self._access.shared.number(place, p): state[p] for p in owned if p in state}
-            jobs.append(LoadOptimizerState(self.number, own))  # type: ignore[arg-type]
+        for numbers in self._numbers:
+            jobs.append(LoadOptimizerState.of(self.number, state, numbers))
         self._access.run(jobs)
 
 
@@ -195,12 +197,15 @@ class OutlivingParts(RemoteParts):
         self._state = _owned(self._named(every))
         self._is_torn, self._adopted, self._journals = False, set(), []
 
-    def _adopt(self, state: State, updated: Iterable[nn.Parameter] = ()) -> None:
+    def _adopt(self, state: State, updated: Iterable[nn.Parameter] = ()) -> bool:
         """Keep this state in shared memory, if possible; otherwise in this process.
 
         Args:
             state: what the parts remember, or are to remember.
             updated: parameters that a step has updated, some of which may have no state.
+
+        Returns:
+            whether it is in shared memory, where the workers have it as well.
         """
         every = [entries_of(state, owned) for owned in self._owners]
         owned = {id(p) for own in self._owners for p in own}
@@ -208,10 +213,11 @@ class OutlivingParts(RemoteParts):
         self._state = state
         if not self._is_steady or has_others or any(entries is None for entries in every):
             self._is_steady = False
-            return
+            return False
         jobs = [self._adopted_by(k, entries or []) for k, entries in enumerate(every)]
         self._access.run(jobs)
         self._adopted |= {id(p) for p in (*updated, *state)}
+        return True
 
     def _adopted_by(self, worker: int, entries: Sequence[tuple[nn.Parameter, str, Any]]) -> Adopt:
         """The job by which a worker has its share of the state in shared memory."""
@@ -287,8 +293,7 @@ class OutlivingParts(RemoteParts):
     def load(self, state: State) -> None:
         """Let the parts remember what is in `state`."""
         self._is_proven, self._journals, self._adopted = False, [], set()
-        self._adopt(_owned(state))
-        if not self._adopted and state:
+        if not self._adopt(_owned(state)):
             super().load(self._state)
 
 

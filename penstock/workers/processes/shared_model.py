@@ -147,6 +147,11 @@ class _Versions:
         self.sent.append(self.counting[-1]._version)
         self.known.append(self.sent[-1])
 
+    def replace(self, number: int, tensor: torch.Tensor) -> None:
+        """Watch another tensor in the place of one."""
+        self.tensors[number] = self.counting[number] = tensor
+        self.sent[number] = self.known[number] = tensor._version
+
     def written(self) -> tuple[int, ...]:
         """The indices of the tensors that were changed in place since the last call."""
         now = list(map(_VERSION, self.counting))
@@ -393,6 +398,23 @@ class SharedModel:
         part.lay_out()
         return list(packages.values())
 
+    def give_up(self, place: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Let workers elsewhere share tensors that those at this place have for optimizers alone.
+
+        These go on mapping the memory, but no longer get gradients.
+        """
+        part = self._parts[place]
+        owned = [(self.number(place, tensor), tensor) for tensor in tensors]
+        leaving = {number: tensor for number, tensor in owned if number is not None}
+        if not leaving:
+            return
+        for number, tensor in leaving.items():
+            part.versions.replace(number, _stand_in(tensor))
+            part.addresses[number] = part.tensors[number].data_ptr()
+            del self._owners[id(tensor)]
+        part.hooks = hooks_of_tensors(part.tensors)
+        part.lay_out()
+
     def _package(
         self, place: int, segment: Segment | None, packages: dict[int, Package]
     ) -> Package:
@@ -448,7 +470,7 @@ class SharedModel:
         if not tensors:
             return
         places, size = _consecutive(tensors)
-        segment = Segment(size)
+        segment = Segment(max(1, size))
         for tensor, place, memory in zip(tensors, places, segment.tensors(places), strict=True):
             fill(memory, tensor)
             tensor.data = memory
@@ -580,6 +602,13 @@ def _consecutive(tensors: Iterable[torch.Tensor]) -> tuple[list[TensorPlace], in
         size = place.end
         places.append(place)
     return places, size
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A frozen tensor of the same kind, without entries."""
+    with torch.inference_mode(False):
+        empty = tensor.new_empty(0)
+    return nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _room_for(parameter: nn.Parameter) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from penstock.engine.replicas import InOrder, Replica
 from penstock.engine.stage import Before
 from penstock.engine.state import Backups
 from penstock.errors import InputError, PenstockError
-from penstock.links.device_memory import can_cross, link_in_words
+from penstock.links.device_memory import link_in_words
 from penstock.links.pickling import Packed
 from penstock.links.segment import Segment
 from penstock.plan import Plan
@@ -58,6 +57,7 @@ from penstock.workers.processes.jobs import (
     MakePart,
     RunLike,
     RunPass,
+    linked,
 )
 from penstock.workers.processes.parts import Access, OutlivingParts, RemoteParts
 from penstock.workers.processes.pool import ProcessPool, ProcessSurvivors
@@ -144,12 +144,8 @@ class ProcessWorkers(DrivenWorkers):
                 if one == other:
                     ends[one][k] = End("local")
                     continue
-                here, there = self.devices[one], self.devices[other]
-                to, back = (there, here) if can_cross(here, there) else (None, None)
-                sink, source = socket.socketpair()
-                with sink, source:
-                    ends[one][k] = End("sink", self._pool.grant(sink.fileno(), one), to)
-                    ends[other][k] = End("source", self._pool.grant(source.fileno(), other), back)
+                devices = self.devices[one], self.devices[other]
+                ends[one][k], ends[other][k] = linked(self._pool.grant, one, other, devices)
         common = {number: own for place in self._places for number, own in self._common(place)}
         self._prepare([modes] * len(ends))
         self._prepare(
@@ -213,6 +209,8 @@ class ProcessWorkers(DrivenWorkers):
         """Let the stages know one more way through the model."""
         try:
             self.ownership.add(way)
+            for place in self._places:
+                self._shared.give_up(place, self.ownership.used_elsewhere(place))
             for place in self._places:
                 own = self.ownership.parameters[place], self.ownership.buffers[place]
                 self._remotes[place].share([*chain.from_iterable(own)])
@@ -338,7 +336,7 @@ class ProcessWorkers(DrivenWorkers):
         if kind is None or kind >= known:
             return []
         ((sizes, key, way, states),) = order.microbatches
-        own = () if states is None else (states.taken, states.after, states.first, states.dropped)
+        own = None if states is None else (states.taken, states.after, states.first, states.dropped)
         random = key.seed, key.step, key.microbatch
         like = RunLike(kind, order.number, sizes, random, way, own, None, order.weights_since)
         first = replace(like, values=order.values[0])

@@ -167,7 +167,7 @@ class Ranks:
         self._pulses = {k: pulse for k, pulse in (pulses or {}).items() if k in wires}
         self._what = ""
         self._closed_because = ""
-        self._deadline = 0.0
+        self._seconds = self._deadline = 0.0
         self._pollers: dict[int, select.poll] = {}
         self._begin()
         disown_in_forks(self)
@@ -183,16 +183,22 @@ class Ranks:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether other operations can follow, as far as is known; from any thread."""
+        return not self._closed_because
+
     # -- operations -----------------------------------------------------------------------
 
     @contextmanager
-    def operation(self, what: str) -> Iterator[None]:
+    def operation(self, what: str, seconds: float = 0.0) -> Iterator[None]:
         """An operation of all ranks. If it fails on one of them, it fails on all.
 
         Within another it is a part of that one.
 
         Args:
             what: its name; the same on all ranks.
+            seconds: that it may take at least, if `timeout` is less.
 
         Raises:
             ClosedError: an earlier one ended so that none can follow.
@@ -205,7 +211,8 @@ class Ranks:
             raise closed(self._closed_because, in_ranks=True)
         self._begin()
         self.number += 1
-        self._what, self._deadline = what, time.monotonic() + self.timeout
+        self._what, self._seconds = what, max(seconds, self.timeout)
+        self._deadline = time.monotonic() + self._seconds
         try:
             yield
             if self._what:
@@ -304,8 +311,9 @@ class Ranks:
         if not ready:
             doing = doing if isinstance(doing, str) else doing()
             raise WorkerTimeout(
-                f"{self.names[self.rank]} did not finish {self._what} within {self.timeout:.0f} s; "
-                f"it is {doing}. Give Pipeline a larger timeout= if that may take longer"
+                f"{self.names[self.rank]} did not finish {self._what} within "
+                f"{self._seconds:.0f} s; it is {doing}. Give Pipeline a larger timeout= if that "
+                "may take longer"
             )
         for rank, other in list(self._wires.items()):
             if rank in self._wires and other.fileno() in ready:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from penstock.engine.batchnorm import Seen
+from penstock.engine.batchnorm import Seen, Statistics
 from penstock.engine.replicas import Reached, Replica, SummedStage
 from penstock.engine.span import OWN_FUNCTIONS, EntryNode, MicroBatch, Span
 from penstock.engine.stage import Before, Stage
@@ -42,6 +42,7 @@ from penstock.links.link import Gradients, Roots, Sink, Source, Values
 from penstock.links.process_group import GroupEnd
 from penstock.links.shared_memory import Giver, Taker
 from penstock.plan.shares import BUCKET, blocks
+from penstock.torch_internals import BatchNorm
 
 _MOST_BUCKETS = 64
 
@@ -108,8 +109,12 @@ class Ring:
         self.expect([(kind, k) for k in range(1, self.of)])
         found: list[Sequence[Any]] = [values] * self.of
         for hop in range(1, self.of):
-            self.send(values)
-            values = found[(self.replica - hop) % self.of] = self.receive()
+            if not self.is_first:
+                self.send(values)
+            come = found[(self.replica - hop) % self.of] = self.receive()
+            if self.is_first:  # or all would send, and wait for others to read
+                self.send(values)
+            values = come
         return found
 
 
@@ -119,6 +124,10 @@ class ChainedSum:
     A bucket's sum goes on as soon as it has come and this replica's gradients are final; nobody
     waits for that before all backwards are done. So buckets may overtake each other: a message
     says which one it has.
+
+    Before each message everything that has come is taken. So while a replica waits for room, only
+    one more message can come to it, and a link has room for one: replicas that send to each other
+    never wait for ever, however little their sockets hold.
 
     Args:
         ring: the replicas.
@@ -153,6 +162,7 @@ class ChainedSum:
         self._sums = 0 if ring.is_first else count  # that are to come
         self._totals = 0 if ring.is_last else count
         self._sent: list[_Bucket] = []
+        self._to_pass_on: list[_Message] = []
         messages = [_Bucket(ring.is_last, k) for k in range(count)]
         messages += [_Bucket(True, k) for k in range(count) if ring.passes_totals_on]
         ring.expect(self._usual if len(self._usual) == len(messages) else messages)
@@ -243,7 +253,7 @@ class ChainedSum:
                 handle.remove()
 
     def final(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note that gradients of these are final here; sends what can be sent without waiting.
+        """Note that gradients of these are final here; sends what can be sent by now.
 
         Raises:
             Gone: a neighbour is gone.
@@ -251,10 +261,7 @@ class ChainedSum:
         for parameter in parameters:
             if id(parameter) not in self._several:
                 self._open[self._number[id(parameter)]].discard(id(parameter))
-        self._send_what_is_final()
-        while self._awaits_more and (values := self._ring.receive_nowait()) is not None:
-            self._note(values)
-            self._send_what_is_final()
+        self._go_on()
 
     def finish(self) -> None:
         """After the last backward of this replica, wait until `.grad` has the whole sum."""
@@ -263,7 +270,7 @@ class ChainedSum:
         self.final(())
         while self._awaits_more:
             self._note(self._ring.receive())
-            self._send_what_is_final()
+            self._go_on()
         self._usual = self._sent
 
     @property
@@ -273,27 +280,36 @@ class ChainedSum:
 
     def _note(self, values: Values) -> None:
         """Take note of what the replica before has sent: a sum so far, or that of all."""
-        (is_total, k), *gradients = values
+        (is_total, k), *packed = values
+        gradients = _unpacked(packed)
         if not is_total:
             self._sums -= 1
             self._come[k] = gradients
             return
         self._totals -= 1
         if self._ring.passes_totals_on:
-            self._send(_Bucket(True, k), gradients)
+            self._to_pass_on.append(_Message(_Bucket(True, k), gradients))
         _put(self._buckets[k], gradients)
 
-    def _send_what_is_final(self) -> None:
-        """Send the sums of buckets that have come, and whose gradients here are final."""
-        for k in list(self._to_send):
+    def _go_on(self) -> None:
+        """Take what has come, and send what can be sent, until there is nothing of either."""
+        while True:
+            while self._awaits_more and (values := self._ring.receive_nowait()) is not None:
+                self._note(values)
+            message = self._to_pass_on.pop(0) if self._to_pass_on else self._final_sum()
+            if message is None:
+                return
+            self._sent.append(message.bucket)
+            self._ring.send([tuple(message.bucket), *_packed(message.gradients)])
+
+    def _final_sum(self) -> _Message | None:
+        """The sum of a bucket that has come and whose gradients here are final, if there is one."""
+        for k in self._to_send:
             if not self._open[k] and (self._has_come or k in self._come):
                 del self._to_send[k]
                 is_last = self._ring.is_last
-                self._send(_Bucket(is_last, k), self._sum(k, stays=is_last))
-
-    def _send(self, which: _Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._sent.append(which)
-        self._ring.send([tuple(which), *gradients])
+                return _Message(_Bucket(is_last, k), self._sum(k, stays=is_last))
+        return None
 
     @torch.no_grad()
     def _sum(self, k: int, stays: bool) -> Sequence[torch.Tensor | None]:
@@ -324,11 +340,18 @@ class _Bucket(NamedTuple):
     number: int
 
 
+class _Message(NamedTuple):
+    """What is sent: a bucket, and the gradients of its parameters."""
+
+    bucket: _Bucket
+    gradients: Sequence[torch.Tensor | None]
+
+
 def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """The parameters, some together: the last ones, whose gradients are first, come first.
 
-    There are never many: a socket takes messages of all of them before anybody reads one, or two
-    replicas that send to each other would wait for ever.
+    There are never many, so that a socket mostly has room for messages of all of them, and no
+    backward has to wait until the next replica reads.
     """
     buckets: list[list[nn.Parameter]] = []
     size = full = max(BUCKET, -(-sum(p.nbytes for p in parameters) // _MOST_BUCKETS))
@@ -378,15 +401,53 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach()
 
 
+def _packed(gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Gradients as they are sent: sparse ones as the tensors that they consist of.
+
+    The first value has the shapes of these, and whether their entries were added up.
+    """
+    sparse = [
+        (tuple(g.shape), g.is_coalesced()) if g is not None and _is_sparse(g) else None
+        for g in gradients
+    ]
+    values: list[Any] = [sparse if any(sparse) else None]
+    for gradient in gradients:
+        if gradient is not None and _is_sparse(gradient):
+            values += [gradient._indices(), gradient._values()]
+        else:
+            values.append(gradient)
+    return values
+
+
+def _unpacked(values: Sequence[Any]) -> list[torch.Tensor | None]:
+    """The gradients that `_packed` has made these values of."""
+    sparse, *parts = values
+    if sparse is None:
+        return parts
+    left = iter(parts)
+    return [
+        next(left)
+        if about is None
+        else torch.sparse_coo_tensor(
+            *(next(left), next(left), about[0]), is_coalesced=about[1], check_invariants=False
+        )
+        for about in sparse
+    ]
+
+
+def _is_sparse(gradient: torch.Tensor) -> bool:
+    return gradient.layout is torch.sparse_coo
+
+
 def _put(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
     """Let these be the gradients; what another process has lent is copied."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if not parameter.requires_grad:
             continue
         own = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:
-            parameter.grad = gradient
-        elif own is not None and own.layout is torch.strided and own.dtype == gradient.dtype:
+        if gradient is None:
+            parameter.grad = None
+        elif own is not None and _is_like(own, gradient):
             with torch.no_grad():
                 own.copy_(gradient)
         else:
@@ -521,12 +582,19 @@ def update_batchnorms(
     if not any(stage.norms.are_training() for stage in stages):
         return
     modules = [(stage, module) for stage in stages for module in stage.norms]
-    found = [[*stage.seen.get(module, {}).items()] for stage, module in modules]
-    every = ring.all_gather("statistics", [found])
-    seen = {
-        module: dict(chain.from_iterable(of_replica[0][k] for of_replica in every))
-        for k, (_, module) in enumerate(modules)
-    }
+    found = [stage.seen.get(module, {}) for stage, module in modules]
+    about = [
+        [(number, [(s.number, s.dtype) for s in calls]) for number, calls in own.items()]
+        for own in found
+    ]
+    every_call = chain.from_iterable(calls for own in found for calls in own.values())
+    tensors = chain.from_iterable((s.mean, s.variance) for s in every_call)
+    seen: dict[BatchNorm, dict[int, list[Statistics]]] = {module: {} for _, module in modules}
+    for of_replica, *parts in ring.all_gather("statistics", [about, *tensors]):
+        left = iter(parts)
+        for own, (_, module) in zip(of_replica, modules, strict=True):
+            for number, calls in own:
+                seen[module][number] = [Statistics(n, next(left), next(left), d) for n, d in calls]
     update({module: of_module for module, of_module in seen.items() if of_module})
 
 

@@ -42,7 +42,7 @@ from penstock.links.process_group import GroupEnd
 from penstock.links.shared_memory import Giver, LinkSink, LinkSource, Receiver, Sender, Taker
 from penstock.links.wire import Wire
 from penstock.plan import Plan
-from penstock.storage.part import Part
+from penstock.storage.part import Part, versions_of, with_versions
 from penstock.workers.assembly import Assembly, own_casts
 from penstock.workers.backend import Role, Workers
 from penstock.workers.clipping import Clipping, norms_of, total_norm
@@ -55,7 +55,7 @@ from penstock.workers.optimizer_parts import (
     State,
     part_of,
     settings_of,
-    use_settings,
+    step_part,
     warn_of_no_gradients,
 )
 from penstock.workers.ownership import Ownership, conflict
@@ -342,9 +342,9 @@ class RankWorkers(Workers):
         """Whose gradients passes leave in this process: those of this rank's stages."""
         return self._own_parameters()
 
-    def operation(self, what: str) -> AbstractContextManager[None]:
+    def operation(self, what: str, seconds: float = 0.0) -> AbstractContextManager[None]:
         """An operation of all ranks: if it fails on one, it fails on all."""
-        return self._ranks.operation(what)
+        return self._ranks.operation(what, seconds)
 
     @property
     def operations(self) -> int:
@@ -661,7 +661,8 @@ class RankWorkers(Workers):
         `of` is brought up to date with what the other ranks have of their own stages. What has no
         memory here, because it is on `meta`, is only in the state dict.
         """
-        state = {k: without_history(v) for k, v in of.state_dict(keep_vars=True).items()}
+        known = of.state_dict(keep_vars=True)
+        state = with_versions({k: without_history(v) for k, v in known.items()}, versions_of(known))
         own = {id(t) for t in self._owned()} if self._replica == 0 else set()
         named = [*model.named_parameters(remove_duplicate=False)]
         named += [*model.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
@@ -680,6 +681,10 @@ class RankWorkers(Workers):
         """Have the weights of all ranks in this rank's copy, if it may have older ones."""
         if any(self.all_gather("looking at weights", self._copy.is_old())):
             self.state(model, model)
+
+    def all_alive(self) -> bool:
+        """Whether this rank has not noticed that another one has ended."""
+        return self._ranks.can_go_on
 
     def save(self, save: SaveOrder) -> list[Part]:
         """Write this rank's part of a checkpoint."""
@@ -742,10 +747,9 @@ class _RankPart:
     def step(self, groups: Groups, state: State, redo: Callable[[Groups], None]) -> None:
         """Step on this rank's parameters; the other ranks do the same with theirs."""
         self._part.state = state  # type: ignore[assignment]
-        use_settings(self._part, settings_of(groups))
         warn_of_no_gradients(self._part.param_groups)
         with self._workers.stepping(self._owned):
-            self._part.step()
+            step_part(self._part, settings_of(groups))
 
     def fetch(self, state: State) -> None:
         """Bring what the others remember here."""

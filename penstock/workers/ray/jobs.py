@@ -30,7 +30,7 @@ from penstock.links.pickling import Packed, unpack
 from penstock.plan import Plan
 from penstock.workers.clipping import Clipping, clip_values
 from penstock.workers.common_jobs import GivenValues, follow_script, leaving_no_trace
-from penstock.workers.optimizer_parts import own_groups, parameters_of, step_failed, use_settings
+from penstock.workers.optimizer_parts import own_groups, parameters_of, step_failed, step_part
 from penstock.workers.pool import Job
 from penstock.workers.process_state import freeze, loading
 from penstock.workers.ranks.operations import GivenUp
@@ -292,7 +292,7 @@ class StartPass:
         training: for every module whether it is in training mode, if that has changed.
         attributes: of modules, packed, if some have changed.
         forgotten: modes and numbers of batches that will not come back.
-        contents: of buffers, by number, for a pass that is run again and leaves nothing.
+        contents: of buffers, by number, for a pass that others had begun.
         settings: of torch, if they have ever changed since the workers were started.
         wanted: the numbers of the parameters whose gradients are computed; `None` for all.
         before: the copy that is made before the pass, and sent while work goes on, if one is.
@@ -456,14 +456,13 @@ class Step:
     def __call__(self, own: ActorState) -> None:
         """Step the part with the settings that the script has now."""
         part = own.optimizers[self.number]
-        use_settings(part, self.settings)
         owned = parameters_of(part)
         own.rank.update(lambda: self._step(own, part), owned)
 
     def _step(self, own: ActorState, part: Optimizer) -> None:
         try:
             self.changes.apply(own)
-            part.step()
+            step_part(part, self.settings)
         except BaseException as error:
             raise step_failed(error, own.worker) from error
 

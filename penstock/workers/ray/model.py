@@ -87,6 +87,15 @@ class DriverModel:
         """The names of tensors by their numbers, out of those by their ids."""
         return {n: names[id(t)] for n, t in enumerate(self.tensors) if id(t) in names}
 
+    def give_up(self, place: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Let workers elsewhere have tensors that those at this place have for optimizers alone.
+
+        Those that they have changed since stay where they are.
+        """
+        for number in self.numbers(tensors):
+            if self._places[number] == place and number not in self.stale:
+                self._places[number] = None
+
     def deliveries(self, owned: Sequence[Iterable[torch.Tensor]]) -> list[Delivery]:
         """What the workers at every place need to know of tensors before they can use them.
 
@@ -145,8 +154,8 @@ class DriverModel:
                     f"the pipeline was built: {tuple(tensor.shape)}, {tensor.dtype}. Its worker "
                     "cannot follow that; build a new pipeline"
                 )
-        if self.stale and changed & self.stale and not self.stale <= changed:
-            tensor = self.tensors[min(changed & self.stale)]
+        if lost := self._lost(changed):
+            tensor = self.tensors[min(lost)]
             raise InputError(
                 f"a tensor of shape {tuple(tensor.shape)} was changed in the script's model, which "
                 "had older values of it than the workers: some training was lost in that. Call "
@@ -164,13 +173,36 @@ class DriverModel:
         """
         self._hooks = hooks_of_tensors(self.tensors)
         changed = self._changed()
-        lost = [] if self.stale <= changed else [self.tensors[n] for n in changed & self.stale]
+        lost = [self.tensors[n] for n in self._lost(changed)]
         for number in changed:
             tensor = self.tensors[number]
             if (tensor.shape, tensor.dtype) != self._kinds[number]:
                 self._places[number] = None
         self.stale -= changed
         return lost
+
+    def give_up_changes(self) -> None:
+        """Let the next fetch undo what `check` would raise for: changes of older values."""
+        for number in self._lost(self._changed()):
+            tensor = self.tensors[number]
+            if (tensor.shape, tensor.dtype) == self._kinds[number]:
+                self._versions[number] = _state(tensor)
+
+    def _lost(self, changed: set[int]) -> set[int]:
+        """Those that the script has changed, although the workers had newer values.
+
+        There are none if it has changed all of these, as by loading a state dict. That does not
+        have buffers with `persistent=False`: they stay as the workers have them.
+        """
+        if not changed & self.stale:
+            return set()
+        missing = (
+            id(module._buffers[name])
+            for module in self._model.modules()
+            for name in module._non_persistent_buffers_set
+        )
+        left_out = {self._numbers[key] for key in missing if key in self._numbers}
+        return set() if self.stale - left_out <= changed else changed & self.stale
 
     def _changed(self) -> set[int]:
         """The numbers of tensors that are not what workers know of them."""

@@ -93,11 +93,12 @@ class ActorParts:
         state.update(found)
 
     def _named(self, parts: Sequence[Mapping[Any, Any]]) -> State:
-        """What all parts remember, by the parameters themselves."""
+        """What all parts remember, by the parameters themselves; of other keys the first's."""
         state: State = {}
         for owned, found in zip(self._owners, parts, strict=True):
             numbers = {self._model.number(parameter): parameter for parameter in owned}
-            state.update({numbers.get(key, key): value for key, value in found.items()})
+            for key, value in found.items():
+                state.setdefault(numbers.get(key, key), value)
         return state
 
     def load(self, state: State) -> None:
@@ -105,6 +106,6 @@ class ActorParts:
         self._kept = None
         jobs = []
         for owned in self._owners:
-            own = {self._model.number(p): state[p] for p in owned if p in state}
-            jobs.append(LoadOptimizerState(self.number, own))  # type: ignore[arg-type]
+            own = dict(zip(self._model.numbers(owned), owned, strict=True))
+            jobs.append(LoadOptimizerState.of(self.number, state, own))
         self._run(jobs, changes=True)

@@ -244,6 +244,8 @@ class RayWorkers(DrivenWorkers):
         """Let the stages know one more way through the model."""
         try:
             self.ownership.add(way)
+            for place in self._places:
+                self._model.give_up(place, self.ownership.used_elsewhere(place))
             spans = [span for stage in way.stages.values() for span in stage.spans]
             changing = self._changing[way.training]
             changing.update((id(t), t) for span in spans for t in span.changing)
@@ -704,6 +706,11 @@ class RayWorkers(DrivenWorkers):
             self._fetch(self._model.stale)
         return of.state_dict()
 
+    def fetch(self, model: nn.Module) -> None:
+        """Have the workers' values here, also where the script has changed older ones."""
+        self._model.give_up_changes()
+        self.state(model, model)
+
     def refresh(self, model: nn.Module) -> None:
         """Have the weights of the workers in the script's model, if it has older ones."""
         if self._model.stale and self._can_be_asked:
@@ -716,8 +723,13 @@ class RayWorkers(DrivenWorkers):
             self._fetch(wanted)
 
     @contextmanager
-    def holding(self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-        """While open, a pass that is run again finds this in the buffers of the actors."""
+    def holding(
+        self, contents: Iterable[tuple[torch.Tensor, torch.Tensor]], puts_back: bool
+    ) -> Iterator[None]:
+        """Have passes that are started while this is open find this in the buffers of the actors.
+
+        Whether actors put it back is in the order of a pass.
+        """
         known = [(self._model.number(buffer), content) for buffer, content in contents]
         self._holding = {number: content for number, content in known if number is not None}
         try:

@@ -25,8 +25,8 @@ class ThreadBackend(DrivenBackend):
         self.probe = ThreadProbe()
         if any(device.type != "cpu" for device in self.devices):
             self.why_one_replica = (
-                "There is one replica, as replicas in threads were never measured on such devices; "
-                "replicas=2 asks for them."
+                "There is one replica, as replicas in threads were never measured on several "
+                "such devices; replicas=2 asks for them."
             )
 
     def check_replicas(self, replicas: int) -> None:

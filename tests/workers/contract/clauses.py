@@ -27,6 +27,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.board.phases import timeline_of
 from penstock.storage.part import Part
+from penstock.training.dividing import Dividing
 from penstock.training.optimizer import PipelineOptimizer
 from penstock.workers.backend import Backend, WorkerKind, Workers
 from penstock.workers.clipping import Clipping
@@ -38,6 +39,7 @@ from tests.workers.contract.rig import (
     PARTS,
     STAGES,
     Forked,
+    Later,
     Rig,
     X,
     backend_of,
@@ -356,16 +358,37 @@ def the_model_is_held(kind: WorkerKind) -> None:
 
 def optimizers(rig: Rig, kind: Any, **options: Any) -> list[torch.optim.Optimizer]:
     """One in parts, and a plain one beside it, both in two groups."""
-    owners = rig.workers.ownership.parameters
-    divide = partial(rig.workers.optimizer, owners=owners)
+    dividing = Dividing(rig.model)
+    dividing.workers = rig.workers
     found: list[torch.optim.Optimizer] = []
-    divided = partial(PipelineOptimizer, kind, divide=divide)
+    divided = partial(PipelineOptimizer, kind, divide=dividing)
     for model, make in ((rig.model, divided), (rig.twin, kind)):
         flat = [p for p in model.parameters() if p.ndim == 1]
         rest = [p for p in model.parameters() if p.ndim != 1]
         groups = [{"params": flat}, {"params": rest, "weight_decay": 0.3}]
         found.append(make(params=groups, **options))
     return found
+
+
+@clause
+def weights_that_are_used_later(kind: WorkerKind) -> None:
+    """An optimizer trains them from then on, and goes on with what it remembers of them."""
+    with Rig(kind, Later) as rig:
+        both = optimizers(rig, torch.optim.AdamW, lr=0.01)
+        remembered = {"exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6), "step": 1.0}
+        for step, x in enumerate((X, 100 * X, X, 100 * X)):
+            rig.train(x=x)
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+            rig.compare()
+            if step == 0:
+                state = both[1].state_dict()
+                number = len(state["param_groups"][0]["params"]) - 1  # the bias of the third
+                state["state"][number] = {k: torch.as_tensor(v) for k, v in remembered.items()}
+                for optimizer in both:
+                    optimizer.load_state_dict(copy.deepcopy(state))
+        assert_states([optimizer.state_dict() for optimizer in both])
 
 
 @clause
@@ -400,6 +423,33 @@ def assert_states(states: list[dict[str, Any]]) -> None:
     ours, theirs = (state["state"] for state in states)
     assert ours.keys() == theirs.keys()
     assert all(same(ours[number], theirs[number]) for number in theirs)
+
+
+class Warming(torch.optim.SGD):
+    """Counts its steps in its groups, in two ways."""
+
+    def __init__(self, params: Any, lr: float, count: int | None = None) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("count", count)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["other"] = group.get("other", 0) + 1
+            group["count"] = (group["count"] or 0) + 1
+        super().step(closure)
+
+
+@clause
+def settings_that_a_step_changes_are_refused(kind: WorkerKind) -> None:
+    """As parts would not share them."""
+    with Rig(kind) as rig:
+        rig.train()
+        mine, _ = optimizers(rig, Warming, lr=0.01)
+        mine.step()
+        mine, _ = optimizers(rig, Warming, lr=0.01, count=0)
+        with pytest.raises(ps.InputError, match=r"has changed 'count' .* pipe.parameters\(\)"):
+            mine.step()
 
 
 @clause

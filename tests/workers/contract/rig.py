@@ -60,6 +60,20 @@ class Forked(nn.Module):
         return self.second(self.first(x).relu())
 
 
+class Later(Forked):
+    """Has weights that only the other way uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if (x > 50).any():
+            y = self.third(y.tanh())
+        return y
+
+
 def backend_of(kind: WorkerKind, timeout: float | None = PATIENCE) -> Backend:
     """Two workers of this kind, without a plan."""
     return WorkerOptions(kind, ["cpu"] * STAGES, timeout, "system").backend(False)

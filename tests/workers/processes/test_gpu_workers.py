@@ -90,7 +90,7 @@ def test_the_bits_are_those_of_threads(options: dict[str, Any]) -> None:
 
 def test_values_stay_on_the_gpu() -> None:
     with pipeline(model().to(GPU)) as pipe:
-        assert pipe.links == ["shared memory (cuda)"]
+        assert pipe.links == ("shared memory (cuda)",)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

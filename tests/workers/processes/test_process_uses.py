@@ -574,7 +574,7 @@ def test_workers_forget_optimizers_that_are_gone() -> None:
         for _ in range(3):
             optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
             optimizer.step()
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        del optimizer.param_groups[0]["params"][-1]
         optimizer.step()
         del optimizer
         kept.step()
@@ -665,3 +665,20 @@ def test_the_capture_leaves_a_core_to_each_process_that_starts(
     finally:
         torch.set_num_threads(before)
     assert (found[0], found[-1]) == (5, 3)
+
+
+class Placed(nn.Module):
+    """Has an empty buffer by which it knows its device, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.ones((), device=self.place.device)
+
+
+def test_a_stage_whose_tensors_are_empty() -> None:
+    with make(nn.Sequential(nn.Linear(6, 6), Placed()), "processes") as pipe:
+        step(pipe)
+        assert all(p.grad is not None for p in pipe.model.parameters())

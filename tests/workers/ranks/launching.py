@@ -20,7 +20,8 @@ WATCHDOG = 100.0  # seconds that the ranks of one scenario may take before they 
 
 def environment() -> dict[str, str]:
     """For the ranks, and for torchrun itself."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
 
 
 def free_port() -> int:

@@ -286,6 +286,33 @@ def fails_in_a_backward(stages: int, count: int, options: dict[str, Any]) -> Fou
         return {"losses": losses, "gradients": gradients(pipe)}
 
 
+class Much(nn.Module):
+    """Statistics and sparse gradients of more bytes than a socket takes before it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Embedding(3000, 64, sparse=True) for _ in range(2))
+        self.norm, self.last = nn.BatchNorm1d(64 * 500), nn.Linear(64, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x.abs() * 1000).long().repeat(1, 200) % 3000
+        both = self.one(ids).sum(1) * self.other(ids).sum(1)
+        return self.last(self.norm(both.repeat(1, 500))[:, :64])  # type: ignore[no-any-return]
+
+
+def much_at_once(stages: int, count: int, options: dict[str, Any]) -> Found:
+    """Steps of which every replica has much to send before it has received anything."""
+    torch.manual_seed(6)
+    model, losses = Much(), []
+    with with_plan(model, stages, count, batchnorm="deferred", **options) as pipe:
+        for _ in range(2):
+            losses.append(pipe.train_step(X, target=Y, loss_fn=F.mse_loss))
+        grads = {name: gradient.to_dense() for name, gradient in gradients(pipe).items()}
+        state = pipe.state_dict()
+        statistics = {n: state[n].clone() for n in ("norm.running_mean", "norm.running_var")}
+    return {"losses": losses, "gradients": grads, "state": statistics}
+
+
 MORE: dict[str, Callable[[int, int, dict[str, Any]], Found]] = {
     "all kinds of gradients": all_kinds,
     "fails in a backward": fails_in_a_backward,
@@ -293,6 +320,7 @@ MORE: dict[str, Callable[[int, int, dict[str, Any]], Found]] = {
     "saved": saved,
     "half weights": half_weights,
     "fails and goes on": fails_and_goes_on,
+    "much at once": much_at_once,
 }
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 import penstock as ps
 from penstock import steps
@@ -30,6 +31,7 @@ from penstock.board import memory
 from penstock.links import handshake, process_group
 from penstock.links.process_group import Have, Signal
 from penstock.loading import tolerate_missing_torchvision_operators
+from penstock.storage import folder, part
 from penstock.workers import heartbeat
 from penstock.workers.ranks import clocks, operations, rendezvous
 from tests.checkpoint import autosaving_ranks
@@ -43,7 +45,7 @@ from tests.support.training import X as X_ROUTED
 from tests.support.traps import Trap, divide
 from tests.workers.contract.clauses import CLAUSES
 from tests.workers.ranks import replicated
-from tests.workers.ranks.steps import EXACT, LARGER, X, Y, everything
+from tests.workers.ranks.steps import EXACT, LARGER, X, Y, everything, small_pipe
 
 
 def same_bits(rank: int) -> Any:
@@ -562,7 +564,8 @@ def killed(rank: int, victim: int) -> Any:
     step(pipe)
     if rank == victim:
         pipe.model[rank][2].arm("backward", lambda: end_by(signal.SIGKILL))
-    return raised(lambda: step(pipe)), raised(lambda: step(pipe))
+    first, again = raised(lambda: step(pipe)), raised(lambda: step(pipe))
+    return first, again, pipe._runner.workers.all_alive()
 
 
 def first_killed(rank: int) -> Any:
@@ -690,6 +693,44 @@ def checkpoints(rank: int) -> Any:
         found["missing"] = raised(lambda: ps.load(folder / "ranks").restore(run.pipe))
         run.save(folder / "at the end", background=True)
     return found
+
+
+def averages(rank: int) -> Any:
+    """Saves averages of weights, of which each rank moves those of its own stage; and gathers them.
+
+    Only rank 0 writes them.
+    """
+    folder = Path(sys.argv[2]) / "averages"
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    options: dict[str, Any] = {"cuts": ["2"], "schedule": "1f1b", "num_microbatches": 2}
+    with ps.Pipeline(model, (X,), **options) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        average = AveragedModel(model)
+        for _ in range(3):
+            step(pipe)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        pipe.save(folder, average=average)
+        gathered = copy.deepcopy(pipe.state_dict(of=average.module))
+    found = ps.load(folder).state("average")
+    return {name.removeprefix("module."): value for name, value in found.items()}, gathered
+
+
+def slow_to_save(rank: int) -> Any:
+    """A rank writes for longer than a pass may take."""
+
+    def slowly(path: Path) -> None:
+        time.sleep(4)
+        folder.sync(path)
+
+    if rank == 1:
+        part.sync = slowly  # type: ignore[attr-defined]
+    with small_pipe(workers="torchrun", timeout=2.0) as pipe:
+        pipe.save(Path(sys.argv[2]) / "saved")
+        pipe.save(Path(sys.argv[2]) / "saved", background=True).wait()
+    return ps.load(Path(sys.argv[2]) / "saved").number
 
 
 def autosaves(rank: int, what: str, *arguments: str) -> Any:

@@ -31,10 +31,13 @@ def test_a_parameter_that_leaves_the_groups_and_comes_back(again: str) -> None:
     ours, theirs = ([nn.Parameter(torch.ones(2)) for _ in range(2)] for _ in range(2))
     workers: Any = _Alone()
 
-    def divide(kind: Any, groups: Any, options: Any) -> Any:
-        return _RankPart(kind, groups, options, ours, workers)
+    class Divide:
+        number = 0
 
-    mine = PipelineOptimizer(torch.optim.AdamW, ours, divide, lr=0.1)
+        def __call__(self, kind: Any, groups: Any, options: Any) -> Any:
+            return _RankPart(kind, groups, options, ours, workers)
+
+    mine = PipelineOptimizer(torch.optim.AdamW, ours, Divide(), lr=0.1)
     plain = torch.optim.AdamW(theirs, lr=0.1)
     for step in range(4):
         for optimizer, parameters in ((mine, ours), (plain, theirs)):

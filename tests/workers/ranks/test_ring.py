@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +17,9 @@ from torch import nn
 from penstock.engine.span import MicroBatch, Span
 from penstock.engine.stage import Before
 from penstock.links.link import edges
+from penstock.links.shared_memory import Receiver, Sender
+from penstock.links.slots import Arrivals
+from penstock.links.wire import Wire
 from penstock.plan.shares import blocks
 from penstock.workers.ranks import ring
 from penstock.workers.ranks.ring import ChainedSum, Ring, RingStage
@@ -338,7 +343,7 @@ def test_what_several_stages_use_goes_on_in_the_end() -> None:
     assert len(first.total._to_send) == 1
 
 
-def test_there_are_never_more_buckets_than_sockets_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_never_many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "BUCKET", 4 << 20)
     many = [nn.Parameter(torch.zeros(1 << 18)) for _ in range(100)]  # 1 MiB each
     assert len(ring.buckets_of(many)) == 25
@@ -347,3 +352,99 @@ def test_there_are_never_more_buckets_than_sockets_take(monkeypatch: pytest.Monk
         found = ring.buckets_of(large)
         assert len(found) <= 64
         assert [p for bucket in found for p in bucket] == large[::-1]
+
+
+class Handing:
+    """A connection that has no room: whoever sends waits until it was received."""
+
+    def __init__(self) -> None:
+        self._given: SimpleQueue[Any] = SimpleQueue()
+        self._taken: SimpleQueue[None] = SimpleQueue()
+
+    def put(self, values: Sequence[Any]) -> None:
+        self._given.put(values)
+        self._taken.get(timeout=PATIENCE)
+
+    def get(self) -> Any:
+        values = self._given.get(timeout=PATIENCE)
+        self._taken.put(None)
+        return values
+
+    def get_nowait(self) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_all_have_what_all_have_though_no_link_has_room(count: int) -> None:
+    links = [Handing() for _ in range(count)]
+    rings = [Ring(k, count, links[k], links[k - 1]) for k in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(lambda own: own.all_gather("names", [own.replica, "x"]), rings))
+    assert found == [[[k, "x"] for k in range(count)]] * count
+
+
+class Owner:
+    dispatch = 0
+
+
+def until(is_ready: Callable[[], bool]) -> Callable[[], None]:
+    """Waits for that, but not for ever."""
+
+    def wait() -> None:
+        end = time.monotonic() + PATIENCE / 4
+        while not is_ready():
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(1e-4)
+
+    return wait
+
+
+def narrow() -> list[Wire]:
+    """The ends of a socket that has room for a message or two."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its least
+    return [Wire(end) for end in ends]
+
+
+@pytest.mark.parametrize("of", [2, 3, 5])
+def test_nobody_waits_for_ever_though_sockets_hold_few_messages(of: int) -> None:
+    wires = [narrow() for _ in range(of)]
+
+    def added(k: int) -> list[torch.Tensor | None]:
+        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(64)]
+        (out, _), (_, come) = wires[k], wires[k - 1]
+        sender = Sender(out, Owner(), until(out.has_room))
+        receiver = Receiver(come, Owner(), Arrivals(torch.device("cpu")), until(come.ready))
+        total = ChainedSum(Ring(k, of, sender, receiver), lambda: parameters)
+        total.add(0, [[(p, torch.full((2,), k + 1.0)) for p in parameters]])
+        total.finish()
+        return [p.grad for p in parameters]
+
+    with ThreadPoolExecutor(of) as pool:
+        found = list(pool.map(added, range(of)))
+    expected = torch.full((2,), of * (of + 1) / 2)
+    for gradients in found:
+        assert all(g is not None and torch.equal(g, expected) for g in gradients)
+
+
+def test_sparse_gradients_travel_as_the_tensors_that_they_are_made_of() -> None:
+    added = _sparse([[1, 3]]).coalesce()
+    several = _sparse([[1, 1]])
+    gradients = [None, added, torch.ones(2), several]
+    about, *values = ring._packed(gradients)
+    assert all(v is None or v.layout is torch.strided for v in values)
+    found = ring._unpacked([about, *values])
+    assert found[0] is None
+    assert torch.equal(found[2], torch.ones(2))
+    for one, other in ((found[1], added), (found[3], several)):
+        assert one.is_coalesced() == other.is_coalesced()
+        assert torch.equal(one._indices(), other._indices())
+        assert torch.equal(one._values(), other._values())
+        assert one.shape == other.shape
+    assert ring._packed([None, torch.ones(1)])[0] is None
+
+
+def _sparse(indices: list[list[int]]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, torch.ones(2, 3), (5, 3), check_invariants=False)

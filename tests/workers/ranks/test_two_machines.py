@@ -1,67 +1,32 @@
-"""Two machines: two network namespaces that a virtual cable joins."""
+"""Ranks on two machines, until the cable between them is cut."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.machines import cut_the_cable, torchrun, two_machines
 from tests.workers.ranks import scenarios
-from tests.workers.ranks.launching import ROOT, collected, environment, free_port
+from tests.workers.ranks.launching import ROOT, collected
 from tests.workers.ranks.steps import X, Y
 from tests.workers.ranks.test_torchrun import assert_equal
 
-NAMES = [f"pst{os.getpid()}{side}" for side in "ab"]
-IPS = ["10.213.7.1", "10.213.7.2"]
-
-
-def ip(*words: str) -> None:
-    """Run `ip`, which needs to be root."""
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+SCRIPT = ROOT / "tests/workers/ranks/script.py"
 
 
 @pytest.fixture
-def machines() -> Iterator[list[list[str]]]:
-    """For either machine how a command is run there."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no ip command to make network namespaces with")
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in NAMES:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            ip("link", "add", NAMES[0], "type", "veth", "peer", "name", NAMES[1])
-            for name, address in zip(NAMES, IPS, strict=True):
-                ip("link", "set", name, "netns", name)
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
-                ip("-n", name, "link", "set", name, "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-        yield [["ip", "netns", "exec", name] for name in NAMES]
-
-
-def launch(
-    machine: list[str], number: int, ranks: int, scenario: str, directory: Path, port: int
-) -> subprocess.Popen[str]:
-    """torchrun on one of the machines."""
-    command = [*machine, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--node-rank", str(number), "--nproc-per-node", str(ranks)]
-    command += ["--master-addr", IPS[0], "--master-port", str(port), "--monitor-interval", "30"]
-    command += [str(ROOT / "tests/workers/ranks/script.py"), scenario, str(directory)]
-    env = {**environment(), "GLOO_SOCKET_IFNAME": NAMES[number]}
-    with (directory / f"{number}.err").open("w") as stderr:
-        return subprocess.Popen(command, env=env, stderr=stderr, start_new_session=True, text=True)
+def machines() -> Iterator[None]:
+    """Two of them."""
+    with two_machines():
+        yield
 
 
 def wait_for(paths: list[Path], seconds: float) -> None:
@@ -77,15 +42,14 @@ def wait_for(paths: list[Path], seconds: float) -> None:
 @pytest.mark.parametrize(
     "scenario", ["two_machines", pytest.param("patient_machines", marks=pytest.mark.slow)]
 )
-def test_two_machines_and_a_cut_cable(
-    machines: list[list[str]], tmp_path: Path, scenario: str
-) -> None:
+def test_two_machines_and_a_cut_cable(machines: None, tmp_path: Path, scenario: str) -> None:
     """The bits of threads over both kinds of link; then an error on all ranks."""
-    port = free_port()  # here, and so in the new namespaces, where nobody listens yet
-    processes = [launch(m, k, 2 - k, scenario, tmp_path, port) for k, m in enumerate(machines)]
+    with ExitStack() as files:
+        errors = [files.enter_context((tmp_path / f"{k}.err").open("w")) for k in range(2)]
+        processes = torchrun((2, 1), [str(SCRIPT), scenario, str(tmp_path)], stderr=errors)
     try:
         wait_for([tmp_path / f"{rank}.ready" for rank in range(3)], 60)
-        ip("-n", NAMES[0], "link", "set", NAMES[0], "down")
+        cut_the_cable()
         wait_for([tmp_path / f"{rank}.pt" for rank in range(3)], 180)
         ranks = collected(tmp_path, 3)
         wait_until_gone([found[-1] for found in ranks], 60)

@@ -316,6 +316,24 @@ def test_what_replicas_have_is_left_with_one_of_them() -> None:
     assert Gathered.of(members("ab", replicas=2), {1: whole}, {}).lost == [0]
 
 
+def test_a_state_dict_does_not_have_every_buffer() -> None:
+    """One that forwards change stays as the workers have it, and the rest is replaced."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("calls", torch.zeros(()), persistent=False)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    driver = DriverModel(model)
+    driver.deliveries([[*model.parameters(), *model.buffers()]])
+    driver.has_changed([*model.parameters(), *model.buffers()])
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    with pytest.raises(InputError, match="had older values"):
+        driver.check()
+    model.load_state_dict(state)
+    (change,) = driver.changes(1)
+    assert len(change.values) == 2
+    assert driver.current() == [model.weight, model.bias]
+
+
 def test_what_the_script_has_done_is_noted_once() -> None:
     model = nn.Linear(2, 2)
     driver = DriverModel(model)

@@ -156,6 +156,13 @@ def test_old_weights_are_not_taken_for_new_ones() -> None:
             weight.mul_(2)
         with pytest.raises(ps.InputError, match="had older values"):
             step(pipe)
+        with pytest.raises(ps.InputError, match="had older values"):
+            pipe.state_dict()
+        changed = weight.detach().clone()
+        pipe.fetch()
+        assert not torch.equal(weight, changed)
+        step(pipe)
+        optimizer.step()
         pipe.load_state_dict({n: torch.ones_like(t) for n, t in pipe.model.named_parameters()})
         step(pipe)
         pipe.fetch()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.machines import two_machines
 from tests.workers.ranks.launching import ROOT
 
 pytestmark = pytest.mark.slow
@@ -111,29 +112,12 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def ip(*words: str) -> None:
-    """Run `ip`, which needs to be root."""
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[list[list[str]]]:
     """For either of two machines how a command is run there; each has a node of one cluster."""
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("there is no ip or unshare command to make machines with")
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in NAMES:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            ip("link", "add", NAMES[0], "type", "veth", "peer", "name", NAMES[1])
-            for name, address in zip(NAMES, IPS, strict=True):
-                ip("link", "set", name, "netns", name)
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
-                ip("-n", name, "link", "set", name, "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare command to make machines with")
+    with two_machines(NAMES, IPS), contextlib.ExitStack() as stack:
         stack.callback(end_all)
         start(tmp_path)
         yield [["ip", "netns", "exec", name] for name in NAMES]

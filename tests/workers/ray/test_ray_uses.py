@@ -289,6 +289,11 @@ def test_members_and_what_they_do() -> None:
         assert pipe.links == ("shared memory",)
 
 
+def test_why_there_is_no_audit() -> None:
+    with make(HERE, model()) as pipe:
+        assert "on Ray no process has the current weights" in pipe.audit.why_not
+
+
 def test_a_resize_goes_on_with_everything() -> None:
     """Gradients that are being accumulated, the optimizer's state, random numbers."""
 
