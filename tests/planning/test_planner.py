@@ -83,12 +83,13 @@ def test_one_thread_is_measured_where_a_single_worker_has_short_steps(
 
 
 def _times(profile: ps.Profile, seconds: float) -> ps.Profile:
-    """The profile, in which every call takes so long for any number of rows."""
+    """The profile, in which every call takes so long for any number of rows and of workers."""
     kinds = {
         name: replace(
             kind,
             forward=tuple(tuple(seconds for _ in line) for line in kind.forward),
             backward=tuple(tuple(2 * seconds for _ in line) for line in kind.backward),
+            contention=(),
         )
         for name, kind in profile.kinds.items()
     }
