@@ -7,16 +7,17 @@ How a slot is laid out is sent once, with the first values of those shapes.
 
 A weight that both processes map is not copied: the message says which it is (`weights.py`).
 
-Messages are short, whatever is sent: two processes that send to each other before either reads
-would wait for ever once their sockets are full. What is pickled and long goes through a slot, too.
+Messages are short, whatever is sent, so that a socket has room for many; what is pickled and long
+goes through a slot, too. Who waits for room takes in what comes meanwhile (`intake.py`).
 """
 
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 import msgspec
@@ -222,17 +223,30 @@ class Borrower:
         self._layouts: dict[int, Layout] = {}
 
     def borrow(self, lent: Lent, fd: int) -> Values:
-        """The values of which a message speaks. This must be called for every message.
+        """The values of which a message speaks.
 
         Args:
             lent: where they are.
+            fd: the file descriptor that came along, or -1.
+        """
+        return self.take(self.note(lent, fd))
+
+    def note(self, lent: Lent, fd: int) -> Noted:
+        """Take note of a message; this must be done with every one, in order.
+
+        Args:
+            lent: where the values are of which it speaks.
             fd: the file descriptor that came along, or -1.
         """
         if lent.new_layout:
             self._layouts[lent.layout] = pickle.loads(lent.new_layout)
         if fd >= 0:
             self._arrivals.open(lent.slot, lent.size, fd)
-        layout = self._layouts[lent.layout]
+        return Noted(lent, self._layouts[lent.layout])
+
+    def take(self, noted: Noted) -> Values:
+        """The values of a message, which are wanted now; this must be done once for each."""
+        lent, layout = noted
         places = [place for place in layout if isinstance(place, TensorPlace)]
         tensors = iter(self._arrivals.take(lent.slot, places))
         remaining = iter(pickle.loads(lent.plain) if lent.plain else ())
@@ -246,6 +260,18 @@ class Borrower:
             elif place is not None:
                 values[k] = next(remaining)
         return tuple(values)
+
+
+class Noted(NamedTuple):
+    """A message that was read, and whose values are not in use yet.
+
+    Attributes:
+        lent: where they are.
+        layout: how they lie there.
+    """
+
+    lent: Lent
+    layout: Layout
 
 
 def _signature(value: Any, weights: Weights | None) -> Any:
@@ -355,6 +381,20 @@ class Receiver:
         self._borrower = Borrower(arrivals, weights)
         self._aside = Borrower(Arrivals(torch.device("cpu")))
         self._pickled = b""  # of the values that come next
+        self._come: deque[tuple[int, Noted]] = deque()  # with the numbers of their jobs
+
+    def fileno(self) -> int:
+        """The file descriptor at which messages come."""
+        return self._wire.fileno()
+
+    def take_in(self) -> None:
+        """Read the messages that have come, so that there is room for others.
+
+        Raises:
+            Gone: the other process is gone.
+        """
+        while self._wire.ready():
+            self._read_message()
 
     def get(self) -> Values:
         """The next values; waits for them.
@@ -363,12 +403,11 @@ class Receiver:
             Gone: the other process is gone.
             Exception: what `wait` raises.
         """
-        while True:
+        while (values := self._next()) is None:
             if self._wait is not None:
                 self._wait()
-            values = self._received()
-            if values is not None:
-                return values
+            self._read_message()
+        return values
 
     def get_nowait(self) -> Values | None:
         """The next values, if they are there.
@@ -376,27 +415,32 @@ class Receiver:
         Raises:
             Gone: the other process is gone.
         """
-        while self._wire.ready():
-            values = self._received()
-            if values is not None:
+        self.take_in()
+        return self._next()
+
+    def _next(self) -> Values | None:
+        """The oldest values that were read; those of earlier jobs are thrown away."""
+        while self._come:
+            dispatch, noted = self._come.popleft()
+            values = self._borrower.take(noted)
+            if dispatch >= self._owner.dispatch:
                 return values
         return None
 
-    def _received(self) -> Values | None:
-        """The values of one message; `None` if there are none, or they are of earlier jobs."""
+    def _read_message(self) -> None:
+        """Read one message."""
         data, fd = self._wire.receive()
         message = _decode(data)
         if isinstance(message, Pickled):
             (room,) = self._aside.borrow(message.values, fd)
             self._pickled = room[: message.size].numpy().tobytes()
-            return None
+            return
         lent = message.values
         if message.is_apart:
             new_layout, plain = _decode_pair(self._pickled)
             lent = msgspec.structs.replace(lent, new_layout=new_layout, plain=plain)
             self._pickled = b""
-        values = self._borrower.borrow(lent, fd)
-        return values if message.dispatch >= self._owner.dispatch else None
+        self._come.append((message.dispatch, self._borrower.note(lent, fd)))
 
 
 class LinkSink:

@@ -189,7 +189,7 @@ def polling(*fds: int, out: int | None = None) -> select.poll:
     for fd in fds:
         poller.register(fd, select.POLLIN)
     if out is not None:
-        poller.register(out, select.POLLOUT)
+        poller.register(out, select.POLLOUT | (select.POLLIN if out in fds else 0))
     return poller
 
 

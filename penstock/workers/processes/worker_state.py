@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import select
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,13 +24,14 @@ from penstock.engine.residents import Residents
 from penstock.engine.sums import Adding
 from penstock.errors import InputError, PenstockError, WorkerError
 from penstock.links.device_memory import ends_between
+from penstock.links.intake import Intake
 from penstock.links.local import Aborted, LocalLink
 from penstock.links.pickling import DeviceFor, pack, portable, unpack
 from penstock.links.segment import Segment
 from penstock.links.shared_memory import Borrower, Lender, LinkSink, LinkSource, Receiver, Sender
 from penstock.links.slots import Arrivals
 from penstock.links.weights import Weights
-from penstock.links.wire import SPIN, Gone, Wire, polling, spin
+from penstock.links.wire import SPIN, Gone, Wire
 from penstock.torch_internals import foreach_copy_
 from penstock.workers.assembly import Assembly
 from penstock.workers.process_state import ProcessState, loading, unsent
@@ -103,6 +103,7 @@ class WorkerState(ProcessState):
         self._lender = Lender(wire)
         self._jobs: deque[tuple[int, Callable[[WorkerState], Any]]] = deque()
         self._grants: dict[int, int] = {}
+        self._intake = Intake()
         self._wakeups: Wakeups | None = None
         self._current = ExitStack()  # the device that is this thread's current one
         self.empty()
@@ -456,11 +457,10 @@ class WorkerState(ProcessState):
             others: the grants of the pipes by which it wakes the others.
         """
         wakeups = Wakeups(self.granted(own), [self.granted(number) for number in others])
-        poller = polling(self._wire.fileno(), wakeups.own)
 
         def sleep() -> None:
             with self.record.waiting():
-                self._wait(poller, wakeups.own)
+                self._wait(wakeups.own)
 
         self.turnstile, self._wakeups = Turnstile(replica, of, wakeups, sleep), wakeups
         return self.turnstile
@@ -511,30 +511,37 @@ class WorkerState(ProcessState):
             out: weights that are sent by name. Gradients never are: they are added to.
             come: weights that come by name.
         """
-        control = self._wire.fileno()
-        incoming, outgoing = polling(wire.fileno(), control), polling(control, out=wire.fileno())
 
         def wait_for_values() -> None:
             if not wire.ready():
-                self._wait(incoming, wire.fileno())
+                self._wait(wire.fileno())
 
         def wait_for_room() -> None:
             if not wire.has_room():
-                self._wait(outgoing, wire.fileno())
+                self._wait(out=wire.fileno())
 
         slots, arrivals = ends_between(self.device, peer)
         sender = Sender(wire, self, wait_for_room, out, slots)
-        return sender, Receiver(wire, self, arrivals, wait_for_values, come)
+        receiver = Receiver(wire, self, arrivals, wait_for_values, come)
+        self._intake.add(receiver)
+        return sender, receiver
 
-    def _wait(self, poller: select.poll, fd: int) -> None:
-        """Wait until there is something at `fd`, and listen to the driver meanwhile."""
+    def _wait(self, *fds: int, out: int | None = None) -> None:
+        """Wait for something at a file descriptor, or for room at `out`.
+
+        What the driver says is heard meanwhile, and what other workers send is taken in.
+
+        Raises:
+            Aborted: the driver has given up what is under way.
+        """
+        control = self._wire.fileno()
         while True:
-            ready = {fd for fd, _ in spin(poller, None, self.patience)}
-            if self._wire.fileno() in ready:
+            ready = self._intake.wait(control, *fds, out=out, patience=self.patience)
+            if control in ready:
                 self._read_message()
                 if self.dispatch <= self._given_up:
                     raise Aborted
-            if fd in ready:
+            if ready - {control}:
                 return
 
 

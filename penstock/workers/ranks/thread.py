@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,8 +11,9 @@ import torch
 from penstock.board.activity import Activity
 from penstock.board.memory import Record
 from penstock.errors import BY_USER, WorkerTimeout
+from penstock.links.intake import Intake
 from penstock.links.local import Aborted
-from penstock.links.wire import Wire, polling, spin
+from penstock.links.wire import Wire
 from penstock.workers.pool import Dispatch, JobResult
 from penstock.workers.thread_pool import ThreadPool, Waking
 
@@ -36,6 +36,7 @@ class RankThread(ThreadPool):
     Attributes:
         wakeup: a file descriptor that can be read when a pass has ended.
         dispatch: the number of the operation in which the pass was started that is run.
+        intake: takes in what comes from neighbours while the thread waits.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class RankThread(ThreadPool):
     ) -> None:
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.dispatch = -1
+        self.intake = Intake()
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timeout, self._deadline = 0.0, 0.0
-        self._pollers: dict[int, select.poll] = {}
         self._reset_links = reset
         self._record = record
         doing = self._doing_now
@@ -128,7 +129,7 @@ class RankThread(ThreadPool):
             WorkerTimeout: nothing came in time.
         """
         if not wire.ready():
-            self._await(wire.ready, self._poller(wire.fileno()), "nothing came")
+            self._await(wire.ready, "nothing came", wire.fileno())
 
     def wait_for_room(self, wire: Wire) -> None:
         """Wait until a neighbour has read enough for one more message.
@@ -138,16 +139,18 @@ class RankThread(ThreadPool):
             WorkerTimeout: it did not read in time.
         """
         if not wire.has_room():
-            poller = polling(self._stop, out=wire.fileno())
-            self._await(wire.has_room, poller, "a neighbour read nothing")
+            self._await(wire.has_room, "a neighbour read nothing", out=wire.fileno())
 
-    def _await(self, is_ready: Callable[[], bool], poller: select.poll, what: str) -> None:
+    def _await(
+        self, is_ready: Callable[[], bool], what: str, *fds: int, out: int | None = None
+    ) -> None:
         with self._record.waiting():
-            self._awaited(is_ready, poller, what)
+            self._awaited(is_ready, what, *fds, out=out)
 
-    def _awaited(self, is_ready: Callable[[], bool], poller: select.poll, what: str) -> None:
+    def _awaited(self, is_ready: Callable[[], bool], what: str, *fds: int, out: int | None) -> None:
         while not is_ready():
-            ready = {fd for fd, _ in spin(poller, min(self.left(), _SLICE))}
+            timeout = min(self.left(), _SLICE)
+            ready = self.intake.wait(self._stop, *fds, out=out, timeout=timeout)
             if self._stop in ready:
                 raise Aborted
             if not ready and time.monotonic() > self._deadline:
@@ -155,11 +158,6 @@ class RankThread(ThreadPool):
                     f"{what} within {self._timeout:.0f} s; this rank is {self._doing_now()}. "
                     "Give Pipeline a larger timeout= if that may take longer"
                 )
-
-    def _poller(self, fd: int) -> select.poll:
-        if fd not in self._pollers:
-            self._pollers[fd] = polling(fd, self._stop)
-        return self._pollers[fd]
 
 
 class _WithWakeup(Waking):

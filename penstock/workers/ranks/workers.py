@@ -283,10 +283,13 @@ class RankWorkers(Workers):
         if k in groups.peers:
             end = GroupEnd(wire, groups.peers[k], thread, self._device, wait, thread.left)
             self._group_ends.append(end)
+            thread.intake.add(end)
             return end, end
         slots, arrivals = ends_between(self._device, self._peers.get(k))
         self._senders.append(Sender(wire, thread, wait_for_room, slots=slots))
-        return self._senders[-1], Receiver(wire, thread, arrivals, wait)
+        receiver = Receiver(wire, thread, arrivals, wait)
+        thread.intake.add(receiver)
+        return self._senders[-1], receiver
 
     def add(self, way: NewWay) -> None:
         """Let the stages know one more way through the model.

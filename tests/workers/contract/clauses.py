@@ -51,6 +51,8 @@ from tests.workers.contract.rig import (
 Clause = Callable[[WorkerKind], None]
 CLAUSES: dict[str, Clause] = {}
 """By name."""
+FAR = 220
+"""Messages for which no link between processes has room at once."""
 
 
 def clause(function: Clause) -> Clause:
@@ -242,6 +244,21 @@ def who_works_and_at_what(kind: WorkerKind) -> None:
         go.touch()
         ticket.finish()
         assert all(each.activity.is_idle for each in rig.workers.status().values())
+
+
+@clause
+def workers_may_run_far_ahead(kind: WorkerKind) -> None:
+    """A stage sends more than a link has room for before its receiver wants the first of it."""
+    with Rig(kind, deep, count=FAR, schedule="breadth-first") as rig:
+        assert rig.plan.placement == (0, 1, 0, 1)
+        rig.train(2)
+        order, outcome = rig.forward(rig.x)
+        rig.back(order, outcome)
+
+
+def deep() -> nn.Module:
+    """Has two stages for each worker, not all as long."""
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
 
 
 @clause

@@ -94,8 +94,11 @@ class Rig:
         build: the model.
         timeout: seconds that a pass may take.
         replicas: each of them has as many stages as there are workers left for it.
+        count: of micro-batches.
+        schedule: its name.
 
     Attributes:
+        x, y: a batch.
         workers: which are tested.
         model: whose stages they run.
         twin: its copy, which runs on one device.
@@ -107,15 +110,20 @@ class Rig:
         build: Callable[[], nn.Module] = trapped,
         timeout: float = PATIENCE,
         replicas: int = 1,
+        count: int = COUNT,
+        schedule: str = "1f1b",
     ) -> None:
         self.model, self.twin = seeded(build), seeded(build)
+        self.count = count
+        times = -(-count // len(X))
+        self.x, self.y = X.repeat(times, 1), Y.repeat(times, 1)
         blocks = [name for name, module in self.model.named_children() if len([*module.children()])]
-        self.program = ps.capture(self.model, (X,), keep_closed=blocks)
+        self.program = ps.capture(self.model, (self.x,), keep_closed=blocks)
         backend = backend_of(kind, timeout)
         backend.wait(None)
         made = None
         if backend.leads:
-            one = uniform_plan(self.program, STAGES // replicas, COUNT)
+            one = uniform_plan(self.program, STAGES // replicas, count, schedule)
             made = msgspec.structs.replace(one, other_replicas=(one.devices,) * (replicas - 1))
         with backend.operation("the planning"):
             self.plan = backend.broadcast_plan(self.program, made)
@@ -136,28 +144,31 @@ class Rig:
 
     # -- passes ---------------------------------------------------------------------------
 
-    def order(self, what: PassKind, x: torch.Tensor = X, loss_fn: Any = F.mse_loss) -> Order:
+    def order(
+        self, what: PassKind, x: torch.Tensor | None = None, loss_fn: Any = F.mse_loss
+    ) -> Order:
         """A pass of a batch, in the midst of an operation."""
+        x = self.x if x is None else x
         role, training = self.workers.role, self.model.training
         batch = None
         if role.has_inputs:
-            batch = Batch.split(self.program.flatten_inputs((x,), {}), COUNT)
+            batch = Batch.split(self.program.flatten_inputs((x,), {}), self.count)
             if role.routes:
                 batch = self.runner.route(batch, training, what == "train")
         batch = self.runner.share(batch, training)
-        objective = Objective(Y, loss_fn, "rows", None, None, False)
+        objective = Objective(self.y, loss_fn, "rows", None, None, False)
         ends = what == "train" and role.has_loss
         loss = objective.loss(batch.rows, self.runner.loss_device, False, None) if ends else None
         order = self.runner.order(what, batch, training, loss)
         self.runner.counts.count(order.microbatches[0].key.step)
         return order
 
-    def started(self, what: PassKind, x: torch.Tensor = X, **options: Any) -> Any:
+    def started(self, what: PassKind, x: torch.Tensor | None = None, **options: Any) -> Any:
         """The ticket of a pass that runs."""
         with self.workers.operation("a start"):
             return self.workers.start(self.order(what, x, **options))
 
-    def run(self, what: PassKind, x: torch.Tensor = X, **options: Any) -> Outcome:
+    def run(self, what: PassKind, x: torch.Tensor | None = None, **options: Any) -> Outcome:
         """What comes of a pass."""
         return self.started(what, x, **options).finish()
 
@@ -176,13 +187,14 @@ class Rig:
             ticket = self.workers.start(back)
         return ticket.finish()
 
-    def train(self, steps: int = 1, x: torch.Tensor = X, **options: Any) -> None:
+    def train(self, steps: int = 1, x: torch.Tensor | None = None, **options: Any) -> None:
         """Train, and see that one device has the same loss, gradients and statistics."""
         for _ in range(steps):
             step = self.runner.counts.trained
             loss = self.run("train", x, **options).loss
-            oracle = one_device(self.twin, self.program, COUNT, (x,), {})
-            assert torch.equal(loss, oracle.train_step(step, F.mse_loss, Y))
+            given = self.x if x is None else x
+            oracle = one_device(self.twin, self.program, self.count, (given,), {})
+            assert torch.equal(loss, oracle.train_step(step, F.mse_loss, self.y))
             self.compare()
 
     def evaluate(self, *batches: torch.Tensor) -> None:
@@ -194,7 +206,7 @@ class Rig:
         for x, ticket in zip(batches, tickets, strict=True):
             outcome = ticket.finish()
             with torch.no_grad():
-                expected = [self.twin(part) for part in x.tensor_split(COUNT)]
+                expected = [self.twin(part) for part in x.tensor_split(self.count)]
             assert all(torch.equal(a, b) for (a,), b in zip(outcome.parts, expected, strict=True))
         for module, mode in modes.items():
             module.training = mode
