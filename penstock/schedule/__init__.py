@@ -25,7 +25,7 @@ from penstock.schedule.actions import Action, Event, Kind, Phase, Schedule, Time
 from penstock.schedule.check import Check, check
 from penstock.schedule.costs import Costs
 from penstock.schedule.draw import draw
-from penstock.schedule.fitted import Rules
+from penstock.schedule.fitted import Rules, fitted_pass
 from penstock.schedule.recipes import SCHEDULES, Recipe, StagesPerWorker, build, placement_of
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "build",
     "check",
     "draw",
+    "fitted_pass",
     "placement_of",
 ]

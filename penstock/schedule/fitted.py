@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Literal
 
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Kind, Schedule
@@ -107,6 +108,28 @@ def fitted(
     return Schedule("fitted", stages, num_microbatches, tuple(map(tuple, lists)))
 
 
+def fitted_pass(
+    costs: Costs,
+    num_microbatches: int,
+    placement: Sequence[int],
+    rules: Rules,
+    what: Literal["forward", "backward"],
+) -> Schedule:
+    """The order that `rules` make of a step's forwards alone, or of its backwards alone.
+
+    All micro-batches wait at the first stage, or at the last one with their forwards done. How much
+    a stage may hold, and when it prefers forwards, does not matter here. Of its own stages a worker
+    prefers those that come last on the way of a micro-batch, or, without `deepest_first`, first.
+
+    Args:
+        costs, num_microbatches, placement: as of `fitted`.
+        rules: what to prefer; not from the end.
+        what: which part of a step.
+    """
+    lists = _Run(costs, num_microbatches, placement, rules, what).lists()
+    return Schedule("fitted", costs.num_stages, num_microbatches, tuple(map(tuple, lists)))
+
+
 def _mirrored(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
     """The same from the end: last first, and every forward a backward."""
     other = {Kind.FORWARD: Kind.BACKWARD, Kind.BACKWARD: Kind.FORWARD}
@@ -131,15 +154,21 @@ class _Run:
     """The list scheduler on a clock of its own: who is free when, and what has arrived."""
 
     def __init__(
-        self, costs: Costs, num_microbatches: int, placement: Sequence[int], rules: Rules
+        self,
+        costs: Costs,
+        num_microbatches: int,
+        placement: Sequence[int],
+        rules: Rules,
+        what: Literal["step", "forward", "backward"] = "step",
     ) -> None:
-        self.costs, self.placement, self.rules = costs, placement, rules
+        self.costs, self.placement, self.rules, self.what = costs, placement, rules, what
         backward = Kind.INPUT if rules.split else Kind.BACKWARD
         self.forwards = self._queues(Kind.FORWARD)
         self.backwards = self._queues(backward)
         # What gives memory back: the weight half, or the whole backward.
         self.releases = self._queues(Kind.WEIGHT) if rules.split else self.backwards
-        self.forwards[0].come = [0.0] * num_microbatches
+        first = self.backwards[-1] if what == "backward" else self.forwards[0]
+        first.come = [0.0] * num_microbatches
         self.choices = [self._choices(worker) for worker in range(1 + max(placement))]
         self.links: dict[tuple[int, int], float] = {}
         # When a worker has to look what it can start: it is free again, or something has come.
@@ -152,9 +181,12 @@ class _Run:
         """What `worker` can do, in order of preference where the rules don't care."""
         own = [stage for stage, home in enumerate(self.placement) if home == worker]
         forwards = [self.forwards[stage] for stage in own]
+        backwards = [self.backwards[stage] for stage in own]
         if self.rules.deepest_first:
             forwards.reverse()
-        choices = [*(self.backwards[stage] for stage in own), *forwards]
+        elif self.what == "backward":
+            backwards.reverse()
+        choices = [*backwards, *forwards]
         return choices + [self.releases[stage] for stage in own if self.rules.split]
 
     def lists(self) -> list[list[Action]]:
@@ -197,7 +229,7 @@ class _Run:
 
     def _is_full(self, queue: _Queue) -> bool:
         """Whether it is a forward for which there is no room."""
-        if queue.kind is not Kind.FORWARD:
+        if queue.kind is not Kind.FORWARD or self.what != "step":
             return False
         stage = queue.stage
         return queue.started - self.releases[stage].started >= self.rules.in_flight[stage]
@@ -206,6 +238,8 @@ class _Run:
         """0 for what the stage prefers, 1 for the other, 2 for weight halves."""
         if queue.kind is Kind.WEIGHT:
             return 2
+        if self.what != "step":
+            return 0
         stage = queue.stage
         leading = self.forwards[stage].started - self.backwards[stage].started
         prefers_forward = leading < self.rules.lead[stage]
@@ -217,7 +251,7 @@ class _Run:
         if queue.kind is Kind.FORWARD:
             if stage + 1 < len(self.placement):
                 self._arrive(self.forwards[stage + 1], stage, end)
-            else:
+            elif self.what == "step":
                 self._arrive(self.backwards[stage], stage, end)
         elif queue.kind is not Kind.WEIGHT:
             if self.rules.split:

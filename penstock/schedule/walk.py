@@ -45,11 +45,15 @@ def placement(schedule: Schedule) -> tuple[int, ...]:
     return tuple(homes[stage] for stage in range(schedule.num_stages))
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+def walk(schedule: Schedule, forwards: bool = True) -> Iterator[tuple[int, Action]]:
     """Yields `(worker, action)` in an order in which a single thread could run the whole schedule.
 
     Every worker's own order is kept, and every action comes after what it waits for. Takes constant
     time per action.
+
+    Args:
+        schedule: of a step, or of its forwards alone, or of its backwards alone.
+        forwards: whether it has forwards; if not, they are done before it begins.
 
     Raises:
         ScheduleError: the workers wait for each other; the message says what each is stuck on.
@@ -58,7 +62,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     path = homes + homes[::-1]  # the worker of every action on a micro-batch's path
     last = len(path) - 1
     forward, weight = Kind.FORWARD, Kind.WEIGHT
-    travelled = [0] * schedule.num_microbatches
+    travelled = [0 if forwards else schedule.num_stages] * schedule.num_microbatches
     heads = [0] * len(schedule.workers)
     awake = list(range(len(schedule.workers) - 1, -1, -1))
     while awake:

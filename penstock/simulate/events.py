@@ -94,7 +94,8 @@ class Simulator:
     """One schedule, to be run with many durations: the order of its actions is found once.
 
     Args:
-        schedule: one that `penstock.schedule.check` accepts.
+        schedule: one that `penstock.schedule.check` accepts, or a part of one, as of `walk`.
+        forwards: as of `walk`.
 
     Attributes:
         schedule: as given.
@@ -105,9 +106,9 @@ class Simulator:
         ScheduleError: the schedule deadlocks.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, forwards: bool = True) -> None:
         self.schedule = schedule
-        steps = list(walk(schedule))
+        steps = list(walk(schedule, forwards))
         self.on = [worker for worker, _ in steps]
         self.actions = [action for _, action in steps]
         last = 2 * schedule.num_stages - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,7 +31,8 @@ from penstock.links.link import Sink, Source
 from penstock.links.local import Aborted
 from penstock.links.once import OnceSink, OnceSource
 from penstock.plan import Plan
-from penstock.schedule import Action, Kind, check
+from penstock.plan.passes import schedule_of_pass
+from penstock.schedule import Action, Kind, Schedule, check
 from penstock.workers.gate import Gate
 from penstock.workers.ways import NewWay, modules_of
 
@@ -96,6 +97,7 @@ class Assembly:
                 self.stages[index].giving = LOSS if index == self._last else SENDING
                 self.stages[index].residents = self._residents[worker]
         self._compiled: dict[tuple[int, PassKind, tuple[int, ...], int], _Compiled] = {}
+        self._schedules: dict[tuple[PassKind, int], Schedule] = {}
         self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
     def add(self, way: NewWay) -> None:
@@ -164,7 +166,7 @@ class Assembly:
         return outcome
 
     def _compile(self, worker: int, what: PassKind, share: Sequence[int], most: int) -> _Compiled:
-        """A worker's actions and callables; the schedule is checked first.
+        """A worker's actions and callables.
 
         Args:
             worker: its place in the replica.
@@ -176,20 +178,26 @@ class Assembly:
         count = len(share)
         key = worker, what, tuple(share), most
         if key not in self._compiled:
-            schedule = self._plan.schedule_for(most)
-            check(schedule)
-            wanted = set(Kind)
-            if what != "train":
-                wanted = wanted - {Kind.FORWARD} if what == "backward" else {Kind.FORWARD}
             actions = [
-                a._replace(microbatch=share[a.microbatch])
-                for a in schedule.workers[worker]
-                if a.kind in wanted and a.microbatch < count
+                action._replace(microbatch=share[action.microbatch])
+                for action in self._schedule(what, most).workers[worker]
+                if action.microbatch < count
             ]
             runs = compile_actions(actions, self.stages, what != "infer")
             codes = [code(action, waits) for action in actions for waits in (True, False)]
             self._compiled[key] = _Compiled(actions, runs, codes)
         return self._compiled[key]
+
+    def _schedule(self, what: PassKind, count: int) -> Schedule:
+        """What all workers run in a pass of so many micro-batches, checked before it is used."""
+        part: Literal["train", "forward", "backward"] = "forward" if what == "infer" else what
+        if (part, count) not in self._schedules:
+            whole = self._plan.schedule_for(count)
+            check(whole)
+            self._schedules[part, count] = (
+                whole if part == "train" else schedule_of_pass(self._plan, count, part)
+            )
+        return self._schedules[part, count]
 
     def _begin(
         self, own: Sequence[Stage], order: Order, record: Record, share: Sequence[int]

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.board.phases import timeline_of
+from penstock.plan.passes import schedule_of_pass
+from penstock.schedule import Kind
 from penstock.storage.part import Part
 from penstock.training.dividing import Dividing
 from penstock.training.optimizer import PipelineOptimizer
@@ -259,6 +262,32 @@ def workers_may_run_far_ahead(kind: WorkerKind) -> None:
 def deep() -> nn.Module:
     """Has two stages for each worker, not all as long."""
     return nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+
+
+@clause
+def forwards_alone_and_backwards_alone_have_an_order(kind: WorkerKind) -> None:
+    """Which is not what is left of the schedule, where that takes longer."""
+    with Rig(kind, deep, count=8, schedule="interleaved") as rig:
+        whole = rig.plan.schedule_for(8).workers
+        with rig.workers.operation("a call"):
+            order = replace(rig.order("forward"), recorded=True)
+            ticket = rig.workers.start(order)
+        outcome = ticket.finish()
+        gradients = outcome.results if rig.workers.role.has_loss else {}
+        back = replace(order.back(gradients, order.modes, None), recorded=True)
+        with rig.workers.operation("backward"):
+            ticket = rig.workers.start(back)
+        passes: Any = {"forward": outcome, "backward": ticket.finish()}
+        for what, done in passes.items():
+            events = sorted(timeline_of(done.logs, 2).events, key=attrgetter("start"))
+            ran = tuple(tuple(e.action for e in events if e.worker == w) for w in range(2))
+            kind_of_action = Kind.FORWARD if what == "forward" else Kind.BACKWARD
+            left = tuple(tuple(a for a in own if a.kind is kind_of_action) for own in whole)
+            assert ran == schedule_of_pass(rig.plan, 8, what).workers != left
+        for part in rig.x.tensor_split(8):
+            output = rig.twin(part)
+            output.backward(output.detach())
+        rig.compare()
 
 
 @clause

@@ -1,0 +1,182 @@
+"""The order of forwards alone, and of backwards alone."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, product
+from typing import Any, Literal
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.errors import ScheduleError
+from penstock.plan import Plan
+from penstock.plan.decisions import StagePlan
+from penstock.plan.passes import _WORTH, _seconds, schedule_of_pass
+from penstock.schedule import SCHEDULES, Action, Kind, Rules, Schedule, check, placement_of
+
+PASSES: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+
+
+def plan_of(
+    schedule: str,
+    placement: tuple[int, ...],
+    count: int,
+    seconds: tuple[tuple[float, float, float], ...],
+    rules: Rules | None = None,
+    **options: Any,
+) -> Plan:
+    """A plan of stages with these seconds of forwards, backwards and weight halves."""
+    stages = tuple(
+        StagePlan(
+            worker=worker,
+            device="cpu",
+            calls=(k, k + 1),
+            first="",
+            last="",
+            weight_bytes=0,
+            input_bytes=0,
+            forward_seconds=seconds[k][0],
+            backward_seconds=seconds[k][1],
+            weight_seconds=seconds[k][2],
+            latency_seconds=0.1 if k else 0.0,
+            transfer_seconds=0.05 if k else 0.0,
+        )
+        for k, worker in enumerate(placement)
+    )
+    return Plan(
+        fingerprint="",
+        batch_size=count,
+        num_microbatches=count,
+        schedule=schedule,
+        stages=stages,
+        predicted_step_seconds=1.0,
+        bound_seconds=1.0,
+        one_device_seconds=None,
+        rules=rules,
+        **options,
+    )
+
+
+def any_plan(dice: random.Random) -> Plan:
+    """Of any schedule, with stages that are not equal."""
+    workers, each = dice.randint(1, 4), dice.randint(1, 4)
+    schedule = dice.choice(sorted(SCHEDULES))
+    if schedule == "zero-bubble-v":
+        each = 2
+    elif schedule not in ("fitted", "interleaved", "breadth-first"):
+        each = 1
+    stages, rules = workers * each, None
+    placement = tuple(k % workers for k in range(stages))
+    if schedule == "fitted":
+        dice.shuffle(order := list(placement))
+        placement, rules = tuple(order), Rules.eager(stages, split=dice.random() < 0.5)
+    else:
+        placement = placement_of(schedule, stages, workers)
+    seconds = tuple((dice.random(), 1 + dice.random(), dice.random()) for _ in range(stages))
+    return plan_of(
+        schedule,
+        placement,
+        dice.randint(1, 9),
+        seconds,
+        rules,
+        overlap=dice.random() < 0.5,
+        overhead_seconds=dice.choice([0.0, 0.1]),
+    )
+
+
+def part(schedule: Schedule, what: str) -> Schedule:
+    """The forwards of a schedule, or the backwards."""
+    workers = tuple(
+        tuple(a for a in actions if (a.kind is Kind.FORWARD) is (what == "forward"))
+        for actions in schedule.workers
+    )
+    return Schedule(schedule.name, schedule.num_stages, schedule.num_microbatches, workers)
+
+
+def test_both_passes_are_a_sound_schedule_and_never_slower_than_the_schedules_own() -> None:
+    dice, gains = random.Random(1), []
+    for _ in range(300):
+        plan = any_plan(dice)
+        whole = plan.schedule_for(plan.num_microbatches)
+        found = [schedule_of_pass(plan, plan.num_microbatches, what) for what in PASSES]
+        both = tuple((*a, *b) for a, b in zip(*(one.workers for one in found), strict=True))
+        step = Schedule("both", whole.num_stages, whole.num_microbatches, both)
+        halves = check(step).splits_backward
+        assert halves is check(whole).splits_backward
+        assert check(step).placement == plan.placement
+        for what, one in zip(PASSES, found, strict=True):
+            own = part(whole, what)
+            before, after = (_seconds(plan, each, what == "forward") for each in (own, one))
+            assert one == own or after < _WORTH * before
+            gains.append(before / after)
+    assert max(gains) > 1.3
+    assert sum(gain > 1 for gain in gains) > 60
+
+
+def test_a_worker_with_nothing_to_choose_keeps_its_order() -> None:
+    seconds = ((1.0, 2.0, 0.0), (3.0, 1.0, 0.0), (1.0, 2.0, 0.0))
+    plan = plan_of("1f1b", (0, 1, 2), 4, seconds)
+    for what in PASSES:
+        assert schedule_of_pass(plan, 4, what) == part(plan.schedule_for(4), what)
+
+
+def test_equal_stages_keep_the_order_of_a_schedule_that_is_made_for_them() -> None:
+    plan = plan_of("interleaved", (0, 1, 0, 1), 8, ((1.0, 2.0, 0.0),) * 4)
+    for what in PASSES:
+        assert schedule_of_pass(plan, 8, what) == part(plan.schedule_for(8), what)
+
+
+def test_a_fraction_of_a_percent_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(2)
+    plans = [any_plan(dice) for _ in range(100)]
+
+    def changed() -> int:
+        return sum(
+            schedule_of_pass(plan, plan.num_microbatches, what)
+            != part(plan.schedule_for(plan.num_microbatches), what)
+            for plan, what in product(plans, PASSES)
+        )
+
+    some = changed()
+    monkeypatch.setattr("penstock.plan.passes._WORTH", 1.0)
+    assert changed() > some > 0
+
+
+def orders(stages: tuple[int, ...], count: int, kind: Kind) -> list[tuple[Action, ...]]:
+    """All orders of a worker with two stages."""
+    one, other = stages
+    found = []
+    for places in combinations(range(2 * count), count):
+        numbers = {one: iter(range(count)), other: iter(range(count))}
+        chosen = [one if k in places else other for k in range(2 * count)]
+        found.append(tuple(Action(kind, stage, next(numbers[stage])) for stage in chosen))
+    return found
+
+
+@pytest.mark.parametrize("what", PASSES)
+def test_it_is_close_to_the_best_of_all_orders(what: Literal["forward", "backward"]) -> None:
+    dice, count, excess = random.Random(3), 3, []
+    kind = Kind.FORWARD if what == "forward" else Kind.BACKWARD
+    for _ in range(10):
+        seconds = tuple((dice.random(), dice.random(), 0.0) for _ in range(4))
+        plan = plan_of("interleaved", (0, 1, 0, 1), count, seconds, overhead_seconds=0.01)
+        best = float("inf")
+        for lists in product(orders((0, 2), count, kind), orders((1, 3), count, kind)):
+            try:
+                tried = _seconds(plan, Schedule("", 4, count, lists), what == "forward")
+            except ScheduleError:  # they wait for each other
+                continue
+            best = min(best, tried)
+        found = _seconds(plan, schedule_of_pass(plan, count, what), what == "forward")
+        excess.append(found / best - 1)
+    assert min(excess) >= -1e-9
+    assert sum(excess) / len(excess) < 0.03
+
+
+def test_other_replicas_have_the_order_of_the_first() -> None:
+    plan = any_plan(random.Random(5))
+    slower = tuple(replace(stage, forward_seconds=9.0) for stage in plan.stages)
+    other = replace(plan, other_replicas=(plan.devices,), other_stages=(slower,))
+    for what in PASSES:
+        assert schedule_of_pass(plan, 4, what) == schedule_of_pass(other, 4, what)
