@@ -1,9 +1,10 @@
 """What comes over the links of a worker while it waits for something else.
 
-A link between processes has room for some tens of messages. Who waits therefore takes in whatever
-comes meanwhile, over any of its links. If it read only what it waits for, it and a worker that
-waits for room in another link could wait for each other for ever: a schedule may let a worker send
-any number of messages before their receiver wants the first.
+A link between processes of one machine has room for some tens of messages. Who waits therefore
+takes in whatever comes meanwhile, over any of its links. If it read only what it waits for, it and
+a worker that waits for room in another link could wait for each other for ever: a schedule may let
+a worker send any number of messages before their receiver wants the first. (A link between machines
+has room for tens of thousands.)
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ class Incoming(Protocol):
         """The file descriptor at which they come."""
 
     def take_in(self) -> None:
-        """Read those that have come, and keep them."""
+        """Read those that have come, and keep them.
+
+        Raises:
+            Gone: the other process is gone, or this end is closed.
+        """
 
 
 class Intake:
-    """All places where messages come to a worker, as long as anybody else refers to them."""
+    """The places where messages come to a worker, as long as anybody else refers to them.
+
+    One whose other end is gone is forgotten: whoever wants something of it hears of that.
+    """
 
     def __init__(self) -> None:
         self._every: WeakSet[Incoming] = WeakSet()
@@ -54,7 +62,8 @@ class Intake:
             those of these file descriptors that are ready, or broken; none if the time is over, or
             something else has come.
         """
-        others = {one.fileno(): one for one in self._every if one.fileno() not in fds}
+        found = {one.fileno(): one for one in self._every}
+        others = {fd: one for fd, one in found.items() if fd >= 0 and fd not in fds}
         ready = spin(polling(*fds, *others, out=out), timeout, patience)
         for fd, event in ready:
             if fd in others and event != select.POLLOUT:
@@ -62,7 +71,7 @@ class Intake:
         return {fd for fd, event in ready if fd in fds or (fd == out and event & ~select.POLLIN)}
 
     def _take_in(self, incoming: Incoming) -> None:
-        """Take in what has come; who is gone is left to those who want something of it."""
+        """Take in what has come, also the last from one who is gone."""
         try:
             incoming.take_in()
         except Gone:

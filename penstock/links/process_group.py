@@ -135,7 +135,8 @@ class GroupEnd:
             Gone: the other process is gone.
             TimeoutError: it does not read.
         """
-        self.take_in()
+        while self._wire.ready():  # whatever it has sent meanwhile
+            self._read_message()
         layout, size = laid_out(values)
         # What may fail comes first: the receiver waits for all that is announced to it.
         found = [v for p, v in zip(layout, values, strict=True) if p is PLAIN]
@@ -181,19 +182,6 @@ class GroupEnd:
 
     # -- receiving ------------------------------------------------------------------------
 
-    def fileno(self) -> int:
-        """The file descriptor at which signals come."""
-        return self._wire.fileno()
-
-    def take_in(self) -> None:
-        """Read the signals that have come.
-
-        Raises:
-            Gone: the other process is gone.
-        """
-        while self._wire.ready():
-            self._read_message()
-
     def get(self) -> Values:
         """The next values; waits for them.
 
@@ -216,7 +204,8 @@ class GroupEnd:
             Gone: the other process is gone.
         """
         while True:
-            self.take_in()
+            while self._wire.ready():
+                self._read_message()
             if not self._signals:
                 return None
             values = self._next()

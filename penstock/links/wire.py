@@ -184,7 +184,10 @@ class Wire:
 
 
 def polling(*fds: int, out: int | None = None) -> select.poll:
-    """Looks whether any of these file descriptors can be read, or `out` be written to."""
+    """Looks whether any of these file descriptors can be read, or `out` be written to.
+
+    `out` may be one of them.
+    """
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)

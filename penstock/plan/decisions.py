@@ -216,7 +216,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Who runs what in which order: plans of the same layout differ in what they predict."""
+        """Who runs what in which order in a step: plans of one layout differ in what they predict.
+
+        The order of forwards alone, and of backwards alone, depends on predictions, too.
+        """
         stages = tuple((s.worker, s.calls, s.recompute) for s in self.stages)
         return (self.schedule, self.rules, self.devices, self.shares, self.boundary_dtype, stages)
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import Literal
 
 from penstock.plan.decisions import Decisions
-from penstock.schedule import Kind, Rules, Schedule, fitted_pass
+from penstock.schedule import Kind, Rules, Schedule, check, fitted_pass
 from penstock.simulate import Network, Simulator
 
 _PATIENCE = (0.0, 0.3, 0.6, 1.0)
 _WORTH = 0.99
-"""Another order has to take less than this share of the time of the schedule's own.
+"""An order has to take less than this share of the time of one before it, to be preferred.
 
-Both are predicted from a profile, which has some noise.
+Both are predicted from a profile, which has some noise. Orders that hold less come first.
 """
 
 
@@ -28,15 +28,20 @@ def schedule_of_pass(
     """What every worker of a replica runs in such a pass, in order.
 
     That is the order of the plan's schedule, unless a list scheduler finds one that is clearly
-    faster for the stages of the first replica. It is a function of the arguments alone, so that
-    workers in different processes find the same.
+    faster for the stages of the first replica. In that one no stage is further ahead than it may be
+    in a step, so that values which wait for other stages, or for weight halves, do not take more
+    memory. It is a function of the arguments alone: workers in different processes find the same.
 
     Args:
         plan: whose stages they are.
         num_microbatches: that the replica runs.
         what: whether it has the forwards or the backwards.
+
+    Raises:
+        ScheduleError: the plan's schedule is not sound.
     """
     whole = plan.schedule_for(num_microbatches)
+    ahead = check(whole).in_flight
     is_forward = what == "forward"
     own = Schedule(
         whole.name,
@@ -47,24 +52,26 @@ def schedule_of_pass(
             for actions in whole.workers
         ),
     )
-    least, best = _WORTH * _seconds(plan, own, is_forward), own
-    for other in _others(plan, num_microbatches, what):
+    least, best = _seconds(plan, own, is_forward), own
+    for other in _others(plan, num_microbatches, what, ahead):
         seconds = _seconds(plan, other, is_forward)
-        if seconds < least:
+        if seconds < _WORTH * least:
             least, best = seconds, other
     return best
 
 
 def _others(
-    plan: Decisions, num_microbatches: int, what: Literal["forward", "backward"]
+    plan: Decisions,
+    num_microbatches: int,
+    what: Literal["forward", "backward"],
+    ahead: tuple[int, ...],
 ) -> Iterator[Schedule]:
-    """Other orders; none if a worker has nothing to choose from."""
+    """Other orders than that of a step; none if a worker has nothing to choose from."""
     split = what == "backward" and plan.splits_backward
-    stages, workers = len(plan.stages), plan.workers_per_replica
-    most = (num_microbatches,) * stages
-    for deepest_first in (True, False) if stages > workers else (True,) if split else ():
+    several = len(plan.stages) > plan.workers_per_replica
+    for deepest_first in (True, False) if several else (True,) if split else ():
         for patience in _PATIENCE if split else (0.0,):
-            rules = Rules(most, most, patience, split, deepest_first)
+            rules = Rules(ahead, ahead, patience, split, deepest_first)
             yield fitted_pass(plan.costs, num_microbatches, plan.placement, rules, what)
 
 

@@ -117,13 +117,15 @@ def fitted_pass(
 ) -> Schedule:
     """The order that `rules` make of a step's forwards alone, or of its backwards alone.
 
-    All micro-batches wait at the first stage, or at the last one with their forwards done. How much
-    a stage may hold, and when it prefers forwards, does not matter here. Of its own stages a worker
-    prefers those that come last on the way of a micro-batch, or, without `deepest_first`, first.
+    All micro-batches wait at the first stage, or at the last one with their forwards done. Of its
+    own stages a worker prefers those that come last on the way that micro-batches take, or, without
+    `deepest_first`, first.
 
     Args:
         costs, num_microbatches, placement: as of `fitted`.
-        rules: what to prefer; not from the end.
+        rules: what to prefer; not from the end, and `lead` does not matter. `in_flight[s]` is how
+            many micro-batches stage `s` may be ahead: of the forwards of the stage after it, or, in
+            a pass of halved backwards, of its own weight halves.
         what: which part of a step.
     """
     lists = _Run(costs, num_microbatches, placement, rules, what).lists()
@@ -203,6 +205,8 @@ class _Run:
                 continue
             lists[worker].append(Action(queue.kind, queue.stage, queue.started))
             queue.started += 1
+            if self.what == "forward" and queue.stage:  # the one before it has room again
+                heappush(self.looks, (now, self.placement[queue.stage - 1]))
             end = free[worker] = now + queue.seconds
             heappush(self.looks, (end, worker))
             self._send(queue, end)
@@ -228,11 +232,21 @@ class _Run:
         return None if better else pick
 
     def _is_full(self, queue: _Queue) -> bool:
-        """Whether it is a forward for which there is no room."""
-        if queue.kind is not Kind.FORWARD or self.what != "step":
-            return False
+        """Whether there is no room for what it would leave behind."""
+        after = self._after(queue)
+        return (
+            after is not None and queue.started - after.started >= self.rules.in_flight[queue.stage]
+        )
+
+    def _after(self, queue: _Queue) -> _Queue | None:
+        """What has to run before there is room for more of this queue's actions."""
         stage = queue.stage
-        return queue.started - self.releases[stage].started >= self.rules.in_flight[stage]
+        if self.what == "forward":
+            return self.forwards[stage + 1] if stage + 1 < len(self.placement) else None
+        if queue.kind is Kind.FORWARD:
+            return self.releases[stage]
+        halves = self.what == "backward" and queue.kind is Kind.INPUT
+        return self.releases[stage] if halves else None
 
     def _rank(self, queue: _Queue) -> int:
         """0 for what the stage prefers, 1 for the other, 2 for weight halves."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -97,7 +98,8 @@ class Assembly:
                 self.stages[index].giving = LOSS if index == self._last else SENDING
                 self.stages[index].residents = self._residents[worker]
         self._compiled: dict[tuple[int, PassKind, tuple[int, ...], int], _Compiled] = {}
-        self._schedules: dict[tuple[PassKind, int], Schedule] = {}
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._ordering = Lock()  # so that only one of several threads makes them
         self._waiting: dict[tuple[int, int], dict[int, Held]] = {}
 
     def add(self, way: NewWay) -> None:
@@ -189,15 +191,21 @@ class Assembly:
         return self._compiled[key]
 
     def _schedule(self, what: PassKind, count: int) -> Schedule:
-        """What all workers run in a pass of so many micro-batches, checked before it is used."""
+        """What all workers run in a pass of so many micro-batches; it is sound.
+
+        It depends on the times in the plan, so that all workers need the same plan with the same
+        predictions.
+        """
         part: Literal["train", "forward", "backward"] = "forward" if what == "infer" else what
-        if (part, count) not in self._schedules:
-            whole = self._plan.schedule_for(count)
-            check(whole)
-            self._schedules[part, count] = (
-                whole if part == "train" else schedule_of_pass(self._plan, count, part)
-            )
-        return self._schedules[part, count]
+        with self._ordering:
+            if (part, count) not in self._schedules:
+                if part == "train":
+                    found = self._plan.schedule_for(count)
+                    check(found)
+                else:
+                    found = schedule_of_pass(self._plan, count, part)
+                self._schedules[part, count] = found
+            return self._schedules[part, count]
 
     def _begin(
         self, own: Sequence[Stage], order: Order, record: Record, share: Sequence[int]

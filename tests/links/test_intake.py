@@ -113,6 +113,14 @@ def test_who_is_gone_is_left_to_those_who_want_something_of_it(intake: Intake) -
         other.second.receiver.get()
 
 
+def test_a_link_that_was_closed_here_is_left_out(intake: Intake) -> None:
+    waited, other = Link(intake), Link(intake)
+    other.second.wire.close()
+    waited.first.send(1.0)
+    fd = waited.second.wire.fileno()
+    assert intake.wait(fd) == {fd}
+
+
 def test_links_that_are_let_go_of_are_forgotten(intake: Intake) -> None:
     waited = Link(intake)
     link: Link | None = Link(intake)

@@ -125,9 +125,10 @@ class ChainedSum:
     waits for that before all backwards are done. So buckets may overtake each other: a message
     says which one it has.
 
-    Before each message everything that has come is taken. So while a replica waits for room, only
-    one more message can come to it, and a link has room for one: replicas that send to each other
-    never wait for ever, however little their sockets hold.
+    Before each message everything that has come is taken, and on one machine also while a replica
+    waits for room (`penstock.links.intake`); between machines only one more message can come to it
+    meanwhile, and a link has room for one. So replicas that send to each other never wait for ever,
+    however little their sockets hold.
 
     Args:
         ring: the replicas.

@@ -144,20 +144,23 @@ class RankThread(ThreadPool):
     def _await(
         self, is_ready: Callable[[], bool], what: str, *fds: int, out: int | None = None
     ) -> None:
-        with self._record.waiting():
-            self._awaited(is_ready, what, *fds, out=out)
+        """Wait until it is ready; see `Intake.wait`.
 
-    def _awaited(self, is_ready: Callable[[], bool], what: str, *fds: int, out: int | None) -> None:
-        while not is_ready():
-            timeout = min(self.left(), _SLICE)
-            ready = self.intake.wait(self._stop, *fds, out=out, timeout=timeout)
-            if self._stop in ready:
-                raise Aborted
-            if not ready and time.monotonic() > self._deadline:
-                raise WorkerTimeout(
-                    f"{what} within {self._timeout:.0f} s; this rank is {self._doing_now()}. "
-                    "Give Pipeline a larger timeout= if that may take longer"
-                )
+        Raises:
+            Aborted: what is under way was given up.
+            WorkerTimeout: that took too long; `what` did not happen.
+        """
+        with self._record.waiting():
+            while not is_ready():
+                timeout = min(self.left(), _SLICE)
+                ready = self.intake.wait(self._stop, *fds, out=out, timeout=timeout)
+                if self._stop in ready:
+                    raise Aborted
+                if not ready and time.monotonic() > self._deadline:
+                    raise WorkerTimeout(
+                        f"{what} within {self._timeout:.0f} s; this rank is {self._doing_now()}. "
+                        "Give Pipeline a larger timeout= if that may take longer"
+                    )
 
 
 class _WithWakeup(Waking):

@@ -283,7 +283,6 @@ class RankWorkers(Workers):
         if k in groups.peers:
             end = GroupEnd(wire, groups.peers[k], thread, self._device, wait, thread.left)
             self._group_ends.append(end)
-            thread.intake.add(end)
             return end, end
         slots, arrivals = ends_between(self._device, self._peers.get(k))
         self._senders.append(Sender(wire, thread, wait_for_room, slots=slots))
