@@ -119,6 +119,15 @@ class Meeting:
         pass
 
 
+def test_a_pipeline_that_does_not_train_all_parameters_is_no_contestant() -> None:
+    """Torch's halves of a backward leave out those of a stage whose inputs need no gradients."""
+    last = nn.Sequential(nn.Flatten(), nn.Linear(4 * 8 * 8, 1000))
+    stages = [nn.Identity(), nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), last]
+    peer = torch_pipelining(rows(2, 8, 1), stages, "InterleavedZeroBubble").start()
+    with pytest.raises(PeerError, match="2 parameters have no gradient after a step"):
+        peer.step()
+
+
 def rows(count: int, image: int, microbatches: int = 2) -> Workload:
     return Workload(resnet50, partial(images, count, image), nn.functional.mse_loss, microbatches)
 

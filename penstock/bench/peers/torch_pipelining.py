@@ -41,20 +41,39 @@ class Rank(TrainingRank):
         tolerate_missing_torchvision_operators()  # stages may be parts of its models
         self.device = place.join(workload.devices)
         stages = [_stage(part, num_stages, self.device, workload) for part in pickle.loads(parts)]
-        modules = nn.ModuleList(stage.submod for stage in stages)
-        self._optimizer = workload.optimizer(modules.parameters())
+        self._modules = nn.ModuleList(stage.submod for stage in stages)
+        self._optimizer = workload.optimizer(self._modules.parameters())
         self._schedule = _schedule(schedule, stages, workload, self.device)
         inputs, target = (tensor.to(self.device) for tensor in workload.data())
         self._inputs = (inputs,) if any(stage.is_first for stage in stages) else ()
         self._target = target if any(stage.is_last for stage in stages) else None
         self._losses: list[Tensor] = []
+        self._is_checked = False
 
     def _train(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._schedule.step(
             *self._inputs, target=self._target, losses=self._losses, return_outputs=False
         )
+        self._check_gradients()
         self._optimizer.step()
+
+    def _check_gradients(self) -> None:
+        """Raise after the first step if it has not trained some parameters: it is not a contestant.
+
+        Torch's halved backwards leave them out in a stage whose inputs need no gradients.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        left_out = [name for name, p in self._modules.named_parameters() if p.grad is None]
+        if left_out:
+            raise RuntimeError(
+                f"{len(left_out)} parameters have no gradient after a step, {left_out[0]} first"
+            )
 
     def _loss(self) -> float:
         return sum(loss.item() for loss in self._losses)
