@@ -110,6 +110,8 @@ def run_rpc(
         tick = Ticker(settings.repeats * (len(WAYS) + 1) * len(settings.counts), progress)
         for count in settings.counts:
             with ExitStack() as stack:
+                same = one_process(_workload(settings, count))
+                device.become(same.name, same.builds)
                 group = [
                     _alone(device, count),
                     _tutorial(peer, count),
@@ -158,9 +160,9 @@ def _workload(settings: RpcSettings, count: int) -> Workload:
 
 
 def _alone(device: Peer, count: int) -> Contestant:
-    """One device, beside those that take so many micro-batches."""
+    """One device, with as many micro-batches as the others of its rounds."""
     facts: dict[str, Any] = {"way": ALONE, "num_microbatches": count}
-    return Contestant(f"{ALONE}, beside m={count}", device.step, facts)
+    return Contestant(f"{ALONE}, m={count}", device.step, facts)
 
 
 def _tutorial(peer: Peer, count: int) -> Contestant:

@@ -43,7 +43,7 @@ class RpcReport:
         settings: what was run, as plain data.
         machine: the machine that it ran on.
         contestants: all contestants; their facts have the `way` and `num_microbatches`. `ALONE` is
-            among them once for each number of micro-batches: beside the ways that take so many.
+            among them once for each number of micro-batches.
     """
 
     settings: dict[str, Any]
@@ -63,8 +63,9 @@ class RpcReport:
     def limits(self) -> dict[int, float]:
         """For each number m of micro-batches a lower bound of the seconds of two equal stages.
 
-        It is (m + 1) / 2m of the median of one device in the same rounds. That one takes the most
-        micro-batches of all, which are the fastest to compute.
+        It is (m + 1) / 2m of the median of one device in the same rounds, which has as many
+        micro-batches, as kernels are not as fast for every number of rows. Halved backwards may
+        take less.
         """
         alone = [c for c in self.contestants if c.facts["way"] == ALONE]
         medians = {int(c.facts["num_microbatches"]): c.median for c in alone}
@@ -108,9 +109,9 @@ class RpcReport:
             [
                 *aligned([heading, *rows], width=width),
                 "",
-                "limit: (m + 1) / 2m of one device's median in the same rounds; of it: the limit "
-                "as a share of the median; speed-up: over the tutorial's way in as many "
-                "micro-batches, of medians",
+                "limit: (m + 1) / 2m of one device's median in the same rounds; of it: the limit as a "
+                "share of the median; speed-up: over the tutorial's way, of medians; all with as "
+                "many micro-batches",
                 ", ".join(f"{name} {value}" for name, value in shown.items()),
             ]
         )
