@@ -109,9 +109,9 @@ class RpcReport:
             [
                 *aligned([heading, *rows], width=width),
                 "",
-                "limit: (m + 1) / 2m of one device's median in the same rounds; of it: the limit as a "
-                "share of the median; speed-up: over the tutorial's way, of medians; all with as "
-                "many micro-batches",
+                "limit: (m + 1) / 2m of one device's median in the same rounds; of it: the limit "
+                "as a share of the median; speed-up: over the tutorial's way, of medians; "
+                "all with as many micro-batches",
                 ", ".join(f"{name} {value}" for name, value in shown.items()),
             ]
         )
