@@ -64,8 +64,8 @@ class RpcReport:
         """For each number m of micro-batches a lower bound of the seconds of two equal stages.
 
         It is (m + 1) / 2m of the median of one device in the same rounds, which has as many
-        micro-batches, as kernels are not as fast for every number of rows. Halved backwards may
-        take less.
+        micro-batches, as kernels are not as fast for every number of rows. Several stages a
+        worker, or halves of backwards, may take less.
         """
         alone = [c for c in self.contestants if c.facts["way"] == ALONE]
         medians = {int(c.facts["num_microbatches"]): c.median for c in alone}
